@@ -140,6 +140,11 @@ class ModelConfig(Section):
         """Indices of the layers with routed experts, multi-token prediction layers included."""
         return tuple(range(self.first_k_dense_replace, self.num_hidden_layers + self.num_nextn_predict_layers))
 
+    @property
+    def moe_layer_depths(self) -> tuple[int, ...]:
+        """Prediction depth of each of `moe_layers`: 0 in the main model, k in its k-th prediction layer."""
+        return tuple(max(layer - self.num_hidden_layers + 1, 0) for layer in self.moe_layers)
+
     def is_moe_layer(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
 
@@ -239,7 +244,7 @@ class Run(Section):
 
 
 class Data(Section):
-    """`source` is prepared on first use into `cache_dir`; `path` is a folder that is prepared already."""
+    """`path` is a prepared folder; without it `source` (text) is prepared on first use into `cache_dir`."""
 
     source: str | list[str] | None = None
     path: str | None = None
@@ -248,9 +253,9 @@ class Data(Section):
     cache_dir: str = "runs/data"
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
-        if (self.source is None) == (self.path is None):
-            raise ValueError("give exactly one of data.source (text to prepare) and data.path (a prepared folder)")
+    def _origin(self) -> Self:
+        if not self.sources and self.path is None:
+            raise ValueError("source is required (stdlib, or files and folders of text), or path of a prepared folder")
         if abs(sum(self.split) - 1) > 1e-9:
             raise ValueError(f"split={self.split}: the fractions must add up to 1")
         return self
