@@ -1,0 +1,398 @@
+"""Operations of the model, one `nn.Cell` each, without parameters.
+
+This is the only file that asks which device it runs on. Every operation has up to three implementations:
+
+- `native`: Ascend's fused kernels;
+- `cpu_kernels`: the small C++ library of `cpu_kernels.cc`, where a C++ compiler is at hand (`cpu_kernels.py`);
+- `composite`: plain MindSpore operations, which run anywhere.
+
+`select()` fixes the choice, once, before the network is built; without it the first operation built fixes it.
+The interface classes below state the contract; constructing one gives an instance of the chosen implementation.
+
+Shapes: B rows, S sequence, T tokens, N heads, D hidden, E expert slots, K slots per token, F expert width.
+"""
+
+import numpy as np
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from shared_ops.errors import UserError
+
+BACKENDS = ("native", "cpu_kernels", "composite")
+
+_selected: str | None = None
+
+
+def select(backend: str = "auto") -> str:
+    """Fix the implementation that operations built from now on use; returns its name.
+
+    `auto` takes `native` on Ascend, on CPU `cpu_kernels` where they can be built, else `composite`.
+    Raises `UserError` when the named backend does not exist or is not available here.
+    """
+    global _selected
+    _selected = _resolve(backend)
+    return _selected
+
+
+def selected() -> str:
+    """The backend in use; decides it on the first call when `select` was not called."""
+    return _selected or select()
+
+
+def _resolve(backend: str) -> str:
+    if backend not in ("auto", *BACKENDS):
+        raise UserError(f"operations backend {backend!r}: expected one of auto, {', '.join(BACKENDS)}")
+    device = ms.get_context("device_target")
+    if backend == "native" and device != "Ascend":
+        raise UserError(f"operations backend 'native' needs an Ascend device, this process uses {device}; "
+                        f"use auto, cpu_kernels or composite")
+    if backend in ("native", "composite"):
+        return backend
+    if device == "Ascend" and backend == "auto":
+        return "native"
+    return "composite"
+
+
+class _Operation(nn.Cell):
+    """Constructing an interface class yields its implementation for the selected backend."""
+
+    def __new__(cls, *args, **kwargs):
+        return super().__new__(_IMPLEMENTATIONS[cls][selected()] if cls in _IMPLEMENTATIONS else cls)
+
+
+# ---------------------------------------------------------------------------------------------- interface
+
+class Linear(_Operation):
+    """x [..., in], w [out, in] -> x @ w^T [..., out] in x's dtype (w is cast to it)."""
+
+    def __init__(self):
+        super().__init__()
+
+
+class RMSNorm(_Operation):
+    """x [..., D], w [D] -> x / sqrt(mean(x^2) + eps) * w, statistics in fp32, cast to x's dtype before the
+    multiplication by w (Zhang and Sennrich 2019)."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+
+class Rotary(_Operation):
+    """x [B,S,N,r], cos and sin [B,S,1,r/2] fp32 -> [B,S,N,r]: rotates the interleaved pairs (2i, 2i+1) by
+    the angle of column i, in fp32. No gradient flows to the tables."""
+
+    def __init__(self):
+        super().__init__()
+
+
+class Attention(_Operation):
+    """q and k [B,S,N,h], v [B,S,N,v], segment_ids [B,S] int -> softmax(scale q k^T) v, [B,S,N,v].
+
+    Query i sees key j iff j <= i, both have the same segment id and, with a window, i - j < sliding_window.
+    Softmax in fp32.
+    """
+
+    def __init__(self, scale: float, sliding_window: int | None = None):
+        super().__init__()
+        self.scale = float(scale)
+        self.sliding_window = sliding_window
+
+    def visible(self, segment_ids):
+        """What `construct` takes to know which keys are visible, made once per step for all layers."""
+        return segment_ids
+
+
+class SwiGLU(_Operation):
+    """gate, up (same shape) -> silu(gate) * up."""
+
+    def __init__(self):
+        super().__init__()
+
+
+class RoutedExperts(_Operation):
+    """Dropless mixture of SwiGLU experts with static shapes.
+
+    x [T,D], slots [T,K] int32 in 0..E-1, weights [T,K] fp32, gate_up [E,2F,D] (rows 0..F-1 gate, F..2F-1 up),
+    down [E,D,F] -> y [T,D] with y_t = sum_k weights_tk * down_e (silu(gate_e x_t) * up_e x_t), e = slots_tk.
+    Every (token, choice) pair is computed, whatever the balance. Gradients to x, weights, gate_up and down.
+    """
+
+    def __init__(self, n_slots: int, top_k: int):
+        super().__init__()
+        self.n_slots = n_slots
+        self.top_k = top_k
+
+
+class ExpertCounts(_Operation):
+    """indices [T,K] int32 in 0..E-1, mask [T] (fp32 0/1 or bool) -> how often unmasked tokens chose each
+    expert, [E] fp32. No gradient."""
+
+    def __init__(self, n_experts: int):
+        super().__init__()
+        self.n_experts = n_experts
+
+
+class TopK(_Operation):
+    """scores [T,n] -> the indices of the k largest of each row, by descending score, [T,k] int32.
+
+    No gradient: gather the scores with the indices. The order of equal scores is not specified.
+    """
+
+    def __init__(self, k: int):
+        super().__init__()
+        self.k = k
+
+
+class ChosenMask(_Operation):
+    """indices [T,K] int32 in 0..n-1, distinct in a row -> [T,n] fp32, 1 where chosen. No gradient."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.n = n
+
+
+class CrossEntropySum(_Operation):
+    """logits [T,V], labels [T] int32 -> sum over labels != -100 of -log softmax(logits)[label], fp32 scalar.
+
+    All labels ignored gives 0 with zero gradients.
+    """
+
+    def __init__(self):
+        super().__init__()
+
+
+class SumOfSquares(_Operation):
+    """x (any shape) -> sum of x^2, fp32 scalar, accumulated to better than 1e-6. For norms: no gradient."""
+
+    def __init__(self):
+        super().__init__()
+
+
+# ---------------------------------------------------------------------------------------------- composites
+
+class _CompositeLinear(Linear):
+    def __init__(self):
+        super().__init__()
+        self.matmul = ops.MatMul(transpose_b=True)
+
+    def construct(self, x, w):
+        y = self.matmul(x.reshape(-1, x.shape[-1]), w.astype(x.dtype))
+        return y.reshape(x.shape[:-1] + (w.shape[0],))
+
+
+class _CompositeRMSNorm(RMSNorm):
+    """The gradient is written out: the automatic one sums over the last axis, a slow operation on CPU,
+    where a mean over it is fast."""
+
+    def __init__(self, eps: float):
+        super().__init__(eps)
+        self.mean = ops.ReduceMean(keep_dims=True)
+        self.rsqrt = ops.Rsqrt()
+
+    def construct(self, x, w):
+        x32 = x.astype(ms.float32)
+        r = self.rsqrt(self.mean(x32 * x32, -1) + self.eps)
+        return (x32 * r).astype(x.dtype) * w.astype(x.dtype)
+
+    def bprop(self, x, w, out, dout):
+        x32, dy = x.astype(ms.float32), dout.astype(ms.float32)
+        r = self.rsqrt(self.mean(x32 * x32, -1) + self.eps)
+        normed = x32 * r
+        dn = dy * w.astype(ms.float32)
+        dx = (dn - normed * self.mean(dn * normed, -1)) * r
+        dw = (dy * normed).reshape(-1, x.shape[-1]).sum(0)
+        return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+class _CompositeRotary(Rotary):
+    """Swapping the members of the pairs, with the sign, is a product with a constant matrix, exact because
+    each column holds a single 1 or -1: a few nodes where strided slices and a stack take many."""
+
+    def __init__(self):
+        super().__init__()
+        self.matmul = ops.MatMul()
+        self.matmul_t = ops.MatMul(transpose_b=True)
+
+    def construct(self, x, cos, sin):
+        c, s, swap = self.tables(x, cos, sin)
+        x32 = x.astype(ms.float32)
+        y = x32 * c + self.matmul(x32.reshape(-1, x.shape[-1]), swap).reshape(x.shape) * s
+        return y.astype(x.dtype)
+
+    def bprop(self, x, cos, sin, out, dout):
+        c, s, swap = self.tables(x, cos, sin)
+        dy = dout.astype(ms.float32)
+        dx = dy * c + self.matmul_t((dy * s).reshape(-1, x.shape[-1]), swap).reshape(x.shape)
+        return dx.astype(x.dtype), ops.zeros_like(cos), ops.zeros_like(sin)
+
+    def tables(self, x, cos, sin):
+        return _full_width(cos), _full_width(sin), Tensor(_pair_swap(x.shape[-1]))
+
+
+@ms.constexpr
+def _pair_swap(width: int):
+    """The [width, width] matrix P with (x P)[2i] = -x[2i+1], (x P)[2i+1] = x[2i]."""
+    matrix = np.zeros((width, width), np.float32)
+    even = np.arange(0, width, 2)
+    matrix[even + 1, even] = -1.0
+    matrix[even, even + 1] = 1.0
+    return Tensor(matrix)
+
+
+def _full_width(table):
+    """[B,S,1,r/2] -> [B,S,1,r] with every column twice."""
+    b, s, one, half = table.shape
+    return ops.broadcast_to(table.reshape(b, s, one, half, 1), (b, s, one, half, 2)).reshape(b, s, one, 2 * half)
+
+
+class _CompositeAttention(Attention):
+    """Scores of all pairs of a head: [B,N,S,S] fp32 in memory."""
+
+    MASKED = -1e30  # finite: exp gives an exact 0 and no row is empty, since i sees itself
+
+    def __init__(self, scale: float, sliding_window: int | None = None):
+        super().__init__(scale, sliding_window)
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.matmul = ops.BatchMatMul()
+        self.softmax = ops.Softmax(-1)
+        self.transpose = ops.Transpose()
+
+    def construct(self, q, k, v, segment_ids):
+        q = self.transpose((q * self.scale).astype(q.dtype), (0, 2, 1, 3))
+        k = self.transpose(k, (0, 2, 1, 3))
+        v = self.transpose(v, (0, 2, 1, 3))
+        hidden = ops.stop_gradient(_hidden(segment_ids, self.sliding_window))
+        bias = hidden.astype(ms.float32).expand_dims(1) * self.MASKED
+        p = self.softmax(self.scores(q, k).astype(ms.float32) + bias)
+        return self.transpose(self.matmul(p.astype(v.dtype), v), (0, 2, 1, 3))
+
+
+def _hidden(segment_ids, sliding_window):
+    """segment_ids [B,S] -> [B,S,S] bool, True where query i (axis 1) does not see key j (axis 2)."""
+    position = ops.arange(segment_ids.shape[1])
+    i, j = position.expand_dims(1), position.expand_dims(0)
+    hidden = ops.logical_or(j > i, segment_ids.expand_dims(2) != segment_ids.expand_dims(1))
+    if sliding_window is not None:
+        hidden = ops.logical_or(hidden, i - j >= sliding_window)
+    return hidden
+
+
+class _CompositeSwiGLU(SwiGLU):
+    def construct(self, gate, up):
+        return ops.silu(gate) * up
+
+
+class _CompositeRoutedExperts(RoutedExperts):
+    """Sorts the T*K pairs by expert, pads each expert to whole blocks of rows, and multiplies the blocks with
+    their expert's gathered weights in one batched product. The number of blocks is the upper bound over all
+    routings, so that shapes are static."""
+
+    def __init__(self, n_slots: int, top_k: int):
+        super().__init__(n_slots, top_k)
+        self.sort = ops.Sort()
+        self.batch_matmul_t = ops.BatchMatMul(transpose_b=True)
+        self.batch_matmul = ops.BatchMatMul()
+
+    def construct(self, x, slots, weights, gate_up, down):
+        tokens, k, e = x.shape[0], self.top_k, self.n_slots
+        width = down.shape[2]
+        block = _block_rows(tokens * k, e)
+        n_blocks = (tokens * k + block - 1) // block + e
+        row_of_pair, block_expert = self.layout(ops.stop_gradient(slots).reshape(-1), block, n_blocks)
+        # Rows that hold no pair read token 0; nothing reads what they give.
+        pairs = ops.arange(tokens * k).astype(ms.int32)
+        token_of_row = ops.tensor_scatter_update(ops.zeros((n_blocks * block,), ms.int32),
+                                                 row_of_pair.expand_dims(1), pairs // k)
+        rows = ops.gather(x, token_of_row, 0).reshape(n_blocks, block, -1)
+        h = self.batch_matmul_t(rows, ops.gather(gate_up.astype(x.dtype), block_expert, 0))
+        h = ops.silu(h[..., :width]) * h[..., width:]
+        y = self.batch_matmul_t(h, ops.gather(down.astype(x.dtype), block_expert, 0))
+        y = ops.gather(y.reshape(n_blocks * block, -1), row_of_pair, 0).reshape(tokens, k, -1)
+        return self.batch_matmul(weights.astype(x.dtype).expand_dims(1), y).reshape(tokens, -1)
+
+    def layout(self, slot, block, n_blocks):
+        """slot [T*K] -> the row of each pair in the padded order [T*K], the expert of each block."""
+        experts = ops.arange(self.n_slots).astype(ms.int32)
+        chosen = (slot.expand_dims(1) == experts.expand_dims(0)).astype(ms.int32)
+        before = ops.cumsum(chosen, 0)                       # [T*K, E], counts the pair itself
+        blocks_end = ops.cumsum((before[-1] + (block - 1)) // block, 0)
+        first_row = ops.concat((ops.zeros((1,), ms.int32), blocks_end[:-1].astype(ms.int32))) * block
+        rank = ops.gather_elements(before, 1, slot.expand_dims(1)).reshape(-1) - 1
+        row_of_pair = ops.gather(first_row, slot, 0) + rank.astype(ms.int32)
+        index = ops.arange(n_blocks).astype(ms.int32)
+        block_expert = (index.expand_dims(1) >= blocks_end.astype(ms.int32).expand_dims(0)).astype(ms.int32).sum(-1)
+        return row_of_pair, ops.minimum(block_expert.astype(ms.int32), self.n_slots - 1)
+
+
+@ms.constexpr
+def _block_rows(pairs: int, experts: int) -> int:
+    """Rows a block: a power of two near half of an expert's even share, at least 8 and at most 128."""
+    rows = 8
+    while rows < 128 and 4 * rows * experts <= pairs:
+        rows *= 2
+    return rows
+
+
+class _CompositeExpertCounts(ExpertCounts):
+    def __init__(self, n_experts: int):
+        super().__init__(n_experts)
+        self.segment_sum = ops.UnsortedSegmentSum()
+
+    def construct(self, indices, mask):
+        indices, mask = ops.stop_gradient(indices), ops.stop_gradient(mask)
+        ones = ops.broadcast_to(mask.astype(ms.float32).expand_dims(1), indices.shape)
+        return ops.stop_gradient(self.segment_sum(ones.reshape(-1), indices.reshape(-1), self.n_experts))
+
+
+class _CompositeTopK(TopK):
+    def __init__(self, k: int):
+        super().__init__(k)
+        self.top_k = ops.TopK(sorted=True)
+
+    def construct(self, scores):
+        return ops.stop_gradient(self.top_k(ops.stop_gradient(scores), self.k)[1])
+
+
+class _CompositeChosenMask(ChosenMask):
+    def construct(self, indices):
+        columns = ops.arange(self.n).astype(ms.int32)
+        chosen = ops.stop_gradient(indices).expand_dims(2) == columns
+        return ops.stop_gradient(chosen.astype(ms.float32).sum(1))
+
+
+class _CompositeCrossEntropySum(CrossEntropySum):
+    def __init__(self):
+        super().__init__()
+        self.log_softmax = ops.LogSoftmax(-1)
+
+    def construct(self, logits, labels):
+        valid = labels != IGNORED_LABEL
+        index = ops.select(valid, labels, ops.zeros_like(labels))
+        picked = ops.gather_elements(self.log_softmax(logits.astype(ms.float32)), 1, index.expand_dims(1))
+        return -(picked.reshape(-1) * valid.astype(ms.float32)).sum()
+
+
+IGNORED_LABEL = -100
+
+
+class _CompositeSumOfSquares(SumOfSquares):
+    def construct(self, x):
+        x = ops.stop_gradient(x).astype(ms.float32)
+        return ops.reduce_sum(x * x)
+
+
+_IMPLEMENTATIONS = {
+    Linear: {"composite": _CompositeLinear},
+    RMSNorm: {"composite": _CompositeRMSNorm},
+    Rotary: {"composite": _CompositeRotary},
+    Attention: {"composite": _CompositeAttention},
+    SwiGLU: {"composite": _CompositeSwiGLU},
+    RoutedExperts: {"composite": _CompositeRoutedExperts},
+    ExpertCounts: {"composite": _CompositeExpertCounts},
+    TopK: {"composite": _CompositeTopK},
+    ChosenMask: {"composite": _CompositeChosenMask},
+    CrossEntropySum: {"composite": _CompositeCrossEntropySum},
+    SumOfSquares: {"composite": _CompositeSumOfSquares},
+}
