@@ -1,13 +1,13 @@
 """Training states on disk: framework free, device free, whole or not there.
 
     checkpoints/step_00000100/
-      state.h5        contiguous datasets "params/model.norm.weight", "adam_m/…", "adam_v/…"; each with the
-                      attributes dtype ("bfloat16" is stored as its uint16 bits), global_shape, global_offset
+      state.h5        contiguous datasets "params/model.norm.weight", "adam_m/…", "adam_v/…"; bf16 as its
+                      uint16 bits with the attribute dtype = "bfloat16"
       manifest.json   {"format", "format_version", "step", "meta": {config, consumed_samples, digests, …},
                        "files": {"state.h5": {"size", "xxh3_64"}}, "checksum": xxh3_64 of all the rest}
 
-Several ranks may each write a shard (any file names): `global_offset` says where a dataset lies in the
-whole array of `global_shape`, and the reader puts the pieces together.
+Several ranks may each write a shard (any file names). A dataset that is only a part of an array has the
+attributes global_shape and global_offset, where it lies in the whole; the reader puts the pieces together.
 
 A step folder is written under a temporary name in the same folder, files and folders are synced, the
 manifest comes last, and a rename makes it a step folder. So a kill, a full disk or a power cut at any
@@ -18,6 +18,7 @@ one knows a dead writer's folder from a living one's. Where a step folder exists
 cut short.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -120,10 +121,17 @@ class StepWriter:
 def write_shard(path: Path, arrays: Iterable[tuple[str, np.ndarray | ArraySlice]]) -> dict[str, Any]:
     """Write arrays into one HDF5 file, synced; returns its size and checksum for `StepWriter.publish`."""
     with _disk_errors(path):
-        # track_times off: equal states give equal files.
-        with h5py.File(path, "w") as file:
-            for name, value in arrays:
+        file = h5py.File(path, "w", locking=False)
+    try:
+        for name, value in arrays:  # not under _disk_errors: what the producer of the arrays raises is not the disk's
+            with _disk_errors(path):
                 _write_array(file, name, value)
+    except BaseException:
+        with contextlib.suppress(OSError, RuntimeError):
+            file.close()
+        raise
+    with _disk_errors(path):
+        file.close()
         sync_file(path)
         return {"size": path.stat().st_size, "xxh3_64": _file_checksum(path)}
 
@@ -139,10 +147,12 @@ def _write_array(file: h5py.File, name: str, value: np.ndarray | ArraySlice) -> 
         raise ValueError(f"{name} has dtype {array.dtype}, which a training state does not hold")
     array = np.asarray(array, dtype=dtype, order="C")
     stored = array.view(np.uint16) if dtype == BFLOAT16 else array
-    dataset = file.create_dataset(name, data=stored, track_times=False)
-    dataset.attrs["dtype"] = dtype.name
-    shape, offset = (value.global_shape, value.offset) if isinstance(value, ArraySlice) else \
-        (array.shape, (0,) * array.ndim)
+    dataset = file.create_dataset(name, data=stored, track_times=False)  # no times: equal states, equal files
+    if dtype == BFLOAT16:
+        dataset.attrs["dtype"] = dtype.name
+    if not isinstance(value, ArraySlice):
+        return
+    shape, offset = value.global_shape, value.offset
     if len(shape) != array.ndim or len(offset) != array.ndim or \
             any(o < 0 or o + n > g for o, n, g in zip(offset, array.shape, shape)):
         raise ValueError(f"{name}: a slice of shape {array.shape} at {offset} is not in an array of shape {shape}")
@@ -240,7 +250,7 @@ class StepReader:
         for name in files:
             path = self.folder / name
             try:
-                self._files.append(h5py.File(path, "r"))
+                self._files.append(h5py.File(path, "r", locking=False))
                 self._files[-1].visititems(self._index)
             except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
                 self.close()
@@ -255,14 +265,16 @@ class StepReader:
     def _index(self, name: str, item: h5py.Group | h5py.Dataset) -> None:
         if not isinstance(item, h5py.Dataset):
             return
-        stored = item.attrs["dtype"]
-        dtype = BFLOAT16 if stored == "bfloat16" else np.dtype(stored)
+        # Most have none, and finding that out the long way is slow for thousands of arrays.
+        attributes = dict(item.attrs) if h5py.h5a.get_num_attrs(item.id) else {}
+        dtype = BFLOAT16 if attributes.get("dtype") == "bfloat16" else item.dtype
         if dtype.itemsize != item.dtype.itemsize:
             raise ValueError(f"{name} is declared {dtype} but holds {item.dtype}")
-        facts = dtype, tuple(int(n) for n in item.attrs["global_shape"])
+        facts = dtype, tuple(int(n) for n in attributes.get("global_shape", item.shape))
         if self._facts.setdefault(name, facts) != facts:
             raise ValueError(f"{name} has another dtype or shape in another shard")
-        self._pieces.setdefault(name, []).append(_Piece(item, tuple(int(n) for n in item.attrs["global_offset"])))
+        offset = tuple(int(n) for n in attributes.get("global_offset", [0] * item.ndim))
+        self._pieces.setdefault(name, []).append(_Piece(item, offset))
 
     def names(self) -> list[str]:
         """All names, sorted."""
@@ -484,8 +496,9 @@ class _disk_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # h5py reports a failed write as OSError, or as RuntimeError when it shows at close.
         if isinstance(error, (OSError, RuntimeError)) and not isinstance(error, UserError):
-            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-            advice = "free some space, or lower checkpoint.save_total_limit" if full else \
-                "check the folder's permissions and free space"
-            raise UserError(f"cannot write {self.path}: {error}; {advice}. Checkpoints written before are "
+            number = getattr(error, "errno", None)
+            reason = os.strerror(number) if number else str(error).split("(")[0].strip()  # HDF5 adds a page
+            advice = "free some space, or lower checkpoint.save_total_limit" if number in (errno.ENOSPC, errno.EDQUOT) \
+                else "check the folder's permissions and free space"
+            raise UserError(f"cannot write {self.path}: {reason}; {advice}. Checkpoints written before are "
                             "untouched") from error

@@ -1,17 +1,15 @@
 """Initial values, save and resume: between the twin's parameters and canonical arrays."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shared_ops.config import RunConfig
 from shared_ops.expert_table import placement_of
 from shared_ops.init import initial_value
 from shared_ops.params import manifest
-from shared_ops.training_state import StateReader, write_step
+from shared_ops.training_state import StepReader
 from torch_proto.model import DeepseekForCausalLM
 from torch_proto.optim import AdamW
 
@@ -52,7 +50,7 @@ class StateMap:
                     yield f"{kind}/{p.name}", self.take(moment, p.stacked_experts)
 
     @torch.no_grad()
-    def restore(self, optimizer: AdamW, state: StateReader, step: int) -> None:
+    def restore(self, optimizer: AdamW, state: StepReader, step: int) -> None:
         """The reverse of `arrays`."""
         moments = optimizer.moments()
         for p in manifest(self.config):
@@ -61,8 +59,3 @@ class StateMap:
                 for kind, moment in zip(("adam_m", "adam_v"), moments[p.name], strict=True):
                     self.put(moment, state[f"{kind}/{p.name}"], p.stacked_experts)
         optimizer.set_step(step)
-
-
-def save(folder: Path, model: DeepseekForCausalLM, optimizer: AdamW, step: int, meta: dict) -> Path:
-    """Write the training state after `step` updates; returns its folder."""
-    return write_step(folder, step, StateMap(model).arrays(optimizer), meta)

@@ -1,8 +1,9 @@
-"""From the sums of one set of rows to the loss: every term has one denominator, that of the global batch."""
+"""From the sums of some rows to the loss: every term has one denominator, that of the global batch."""
 
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shared_ops.config import ModelConfig
 
@@ -16,25 +17,26 @@ class LossSums(NamedTuple):
     counts: Tensor
 
 
-class LossParts(NamedTuple):
-    """Scalars that add up over rows, micro-batches and ranks: the total, and what is reported of it."""
+class TotalLoss(nn.Module):
+    """Token-weighted means; `denominators` [K, 3] counts the global batch's labels, rows and tokens per depth.
 
-    total: Tensor
-    loss: Tensor
-    aux_loss: Tensor
-    mtp_loss: Tensor
-
-
-def loss_parts(config: ModelConfig, sums: LossSums, denominators_K3: Tensor) -> LossParts:
-    """Token-weighted means: `denominators_K3` counts labels, rows and tokens of the whole global batch per depth.
-
-    total = cross entropy + weighted router losses + mtp_loss_weight * mean over depths of their cross entropy.
+    total = cross entropy + weighted router losses + mtp_loss_weight * mean of the prediction depths' cross entropy.
+    All four results add up over rows, micro-batches and ranks.
     """
-    labels, rows, tokens = denominators_K3.clamp(min=1).unbind(1)
-    cross_entropy = sums.cross_entropy / labels
-    depth = list(config.moe_layer_depths)
-    aux, z = (sums.aux / rows[depth]).sum(), (sums.z / tokens[depth]).sum()
-    aux_loss = config.aux_loss_alpha * aux + config.router_z_loss_coef * z
-    mtp_loss = cross_entropy[1:].sum() / max(config.num_nextn_predict_layers, 1)
-    total = cross_entropy[0] + aux_loss + config.mtp_loss_weight * mtp_loss
-    return LossParts(total, cross_entropy[0], aux_loss, mtp_loss)
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.aux_loss_alpha, self.router_z_loss_coef = config.aux_loss_alpha, config.router_z_loss_coef
+        self.mtp_loss_weight, self.depths = config.mtp_loss_weight, max(config.num_nextn_predict_layers, 1)
+        self.depth_of_layer = nn.Buffer(torch.tensor(config.moe_layer_depths, dtype=torch.long), persistent=False)
+
+    def forward(self, sums: LossSums, denominators_K3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(total, cross entropy, weighted router losses, mean cross entropy of the prediction depths)."""
+        labels, rows, tokens = denominators_K3.clamp(min=1).unbind(1)
+        cross_entropy = sums.cross_entropy / labels
+        aux = (sums.aux / rows[self.depth_of_layer]).sum()
+        z = (sums.z / tokens[self.depth_of_layer]).sum()
+        aux_loss = self.aux_loss_alpha * aux + self.router_z_loss_coef * z
+        mtp_loss = cross_entropy[1:].sum() / self.depths
+        total = cross_entropy[0] + aux_loss + self.mtp_loss_weight * mtp_loss
+        return total, cross_entropy[0], aux_loss, mtp_loss

@@ -8,7 +8,7 @@ from torch import Tensor
 from shared_ops.batch import Batch, micro_batch
 from shared_ops.config import RunConfig
 from shared_ops.params import CORRECTION_BIAS, manifest
-from torch_proto.loss import loss_parts
+from torch_proto.loss import TotalLoss
 from torch_proto.model import DeepseekForCausalLM
 from torch_proto.optim import AdamW, ClipByGlobalNorm, CorrectionBiasUpdate
 from torch_proto.parallel import Parallel
@@ -33,6 +33,7 @@ class TrainStep:
         self.model, self.config, self.parallel = model, config, parallel
         self.micro_rows, self.micro_batches = config.micro_batches(parallel.world_size)
         parameters = manifest(config.model)
+        self.total_loss = TotalLoss(config.model).to(parallel.device)
         self.optimizer = AdamW(model, parameters, config.optim)
         self.clip = ClipByGlobalNorm(config.optim.clip_grad_norm)
         biases = [p for name, p in model.named_parameters() if name.endswith(CORRECTION_BIAS)]
@@ -45,9 +46,9 @@ class TrainStep:
         for micro in range(self.micro_batches):
             part = micro_batch(batch, micro * self.micro_rows, self.micro_rows)
             sums = self.forward(*part[:5])
-            parts = loss_parts(self.config.model, sums, denominators)
-            parts.total.backward()
-            reported[:3] += torch.stack(parts[1:]).detach()
+            total, *parts = self.total_loss(sums, denominators)
+            total.backward()
+            reported[:3] += torch.stack(parts).detach()
             counts = counts + sums.counts.detach()
         reported[3] = float(stop)
         gradients = [p.grad for p in self.optimizer.trained.values()]

@@ -1,0 +1,86 @@
+"""What a training state must have in common with the run that goes on from it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared_ops.config import RunConfig
+from shared_ops.errors import UserError
+from shared_ops.expert_table import placement_of
+from shared_ops.params import manifest
+
+# differences that never change the training: a prefix stands for all below it
+HARMLESS = (
+    "run",
+    "parallel",
+    "checkpoint",
+    "monitor",
+    "train.stop_after",
+    "train.log_steps",
+    "train.validate_steps",
+    "train.validation_sequences",
+    "train.micro_batch_size",
+    "train.kernels",
+    "train.compile",
+    # what the data is, its key says; where it lies does not matter
+    "data",
+)
+
+
+def state_meta(config: RunConfig, data_key: str, consumed_samples: int) -> dict[str, Any]:
+    """What a training state says beside its arrays."""
+    return {
+        "config": config.model_dump(),
+        "seed": config.run.seed,
+        "data_key": data_key,
+        "consumed_samples": consumed_samples,
+        "tables": {"expert_placement": placement_of(config.model).digest},
+    }
+
+
+def expected_arrays(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> canonical shape of every array of a training state."""
+    shapes = {}
+    for p in manifest(config.model):
+        for kind in ("params", "adam_m", "adam_v") if p.trainable else ("params",):
+            shapes[f"{kind}/{p.name}"] = p.shape
+    return shapes
+
+
+def check_resumable(meta: Mapping[str, Any], config: RunConfig, data_key: str, where: str, force: bool) -> None:
+    """`UserError` that lists field by field what differs and matters; `force` accepts all but the model."""
+    now = state_meta(config, data_key, 0)
+    try:
+        was, new = _flat(meta["config"]), _flat(now["config"])
+        different = [
+            f"{key}: {was.get(key)!r} there, {new.get(key)!r} now"
+            for key in sorted(was.keys() | new.keys())
+            if was.get(key) != new.get(key) and not _is_harmless(key)
+        ]
+        # a table is named in the model's section but defined by its content
+        if meta["tables"] != now["tables"]:
+            different.append(f"expert placement table: {meta['tables']} there, {now['tables']} now")
+        if meta["data_key"] != data_key:
+            different.append(f"data: prepared as {meta['data_key']} there, {data_key} now")
+        if meta["seed"] != now["seed"]:
+            different.append(f"run.seed: {meta['seed']} there, {now['seed']} now (it orders the samples)")
+        int(meta["consumed_samples"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{where}: its manifest lacks what a resume needs ({error})") from None
+    hard = [line for line in different if line.startswith(("model.", "expert placement"))]
+    if hard or (different and not force):
+        advice = "" if hard else "; take the old values, or accept the change with --force"
+        raise UserError(f"{where}: cannot go on from it: " + "; ".join(different) + advice)
+
+
+def _is_harmless(key: str) -> bool:
+    return any(key == known or key.startswith(known + ".") for known in HARMLESS)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
