@@ -34,13 +34,30 @@ class ScheduleSettings(Protocol):
 def learning_rate(optim: ScheduleSettings, step: int, total_steps: int) -> float:
     """Learning rate of update `step` (1, 2, …) of a run planned for `total_steps` updates."""
     return scheduled_rate(
-        step, peak=optim.lr, warmup_steps=optim.warmup_steps, total_steps=total_steps,
-        schedule=optim.schedule, min_ratio=optim.min_lr_ratio, decay_fraction=optim.decay_fraction)
+        step,
+        peak=optim.lr,
+        warmup_steps=optim.warmup_steps,
+        total_steps=total_steps,
+        schedule=optim.schedule,
+        min_ratio=optim.min_lr_ratio,
+        decay_fraction=optim.decay_fraction,
+    )
 
 
-def scheduled_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int, schedule: str = "cosine",
-                   min_ratio: float = 0.0, decay_fraction: float = 0.1) -> float:
-    """`learning_rate` from plain numbers; `ValueError` for a step below 1, `UserError` for an unknown schedule."""
+def scheduled_rate(
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    schedule: str = "cosine",
+    min_ratio: float = 0.0,
+    decay_fraction: float = 0.1,
+) -> float:
+    """`learning_rate` from plain numbers.
+
+    `ValueError` for a step below 1, `UserError` for an unknown schedule.
+    """
     if step < 1 or total_steps < 1:
         raise ValueError(f"updates are counted from 1: step {step} of {total_steps}")
     if schedule not in SCHEDULES:

@@ -55,11 +55,15 @@ class ArraySlice(NamedTuple):
     global_shape: tuple[int, ...]
 
 
-# --- writing -----------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
-def write_step(checkpoints_dir: Path, step: int, arrays: Iterable[tuple[str, np.ndarray | ArraySlice]],
-               meta: Mapping[str, Any]) -> Path:
+def write_step(
+    checkpoints_dir: Path,
+    step: int,
+    arrays: Iterable[tuple[str, np.ndarray | ArraySlice]],
+    meta: Mapping[str, Any],
+) -> Path:
     """Write one step folder from one process and return its path; an existing one of that step is replaced.
 
     `arrays` is consumed one by one, so a generator keeps memory low. `meta` must be plain JSON.
@@ -88,8 +92,13 @@ class StepWriter:
 
     def publish(self, files: Mapping[str, Mapping[str, Any]]) -> Path:
         """Write the manifest and give the folder its name; `files` maps each shard's name to its facts."""
-        manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": self.step, "meta": self.meta,
-                    "files": {name: dict(facts) for name, facts in files.items()}}
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "meta": self.meta,
+            "files": {name: dict(facts) for name, facts in files.items()},
+        }
         manifest["checksum"] = _manifest_checksum(manifest)
         with _disk_errors(self.target):
             sync_folder(self.folder)
@@ -123,7 +132,10 @@ def write_shard(path: Path, arrays: Iterable[tuple[str, np.ndarray | ArraySlice]
     with _disk_errors(path):
         file = h5py.File(path, "w", locking=False)
     try:
-        for name, value in arrays:  # not under _disk_errors: what the producer of the arrays raises is not the disk's
+        for (
+            name,
+            value,
+        ) in arrays:  # not under _disk_errors: what the producer of the arrays raises is not the disk's
             with _disk_errors(path):
                 _write_array(file, name, value)
     except BaseException:
@@ -153,9 +165,14 @@ def _write_array(file: h5py.File, name: str, value: np.ndarray | ArraySlice) -> 
     if not isinstance(value, ArraySlice):
         return
     shape, offset = value.global_shape, value.offset
-    if len(shape) != array.ndim or len(offset) != array.ndim or \
-            any(o < 0 or o + n > g for o, n, g in zip(offset, array.shape, shape)):
-        raise ValueError(f"{name}: a slice of shape {array.shape} at {offset} is not in an array of shape {shape}")
+    if (
+        len(shape) != array.ndim
+        or len(offset) != array.ndim
+        or any(o < 0 or o + n > g for o, n, g in zip(offset, array.shape, shape))
+    ):
+        raise ValueError(
+            f"{name}: a slice of shape {array.shape} at {offset} is not in an array of shape {shape}"
+        )
     dataset.attrs["global_shape"] = np.asarray(shape, dtype=np.int64)
     dataset.attrs["global_offset"] = np.asarray(offset, dtype=np.int64)
 
@@ -198,7 +215,7 @@ def rotate(checkpoints_dir: Path, limit: int | None) -> list[Path]:
     return removed
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 def latest_step(checkpoints_dir: Path, on_damage: Callable[[str], None] | None = None) -> Path | None:
@@ -227,7 +244,9 @@ def read_step(folder: Path, verify: bool = True) -> tuple[dict[str, Any], "StepR
     if verify:
         for name, facts in manifest["files"].items():
             if _file_checksum(folder / name) != facts["xxh3_64"]:
-                raise UserError(f"{folder / name}: damaged, its checksum is not the manifest's; {_OTHER_CHOICE}")
+                raise UserError(
+                    f"{folder / name}: damaged, its checksum is not the manifest's; {_OTHER_CHOICE}"
+                )
     return {**manifest["meta"], "step": manifest["step"]}, StepReader(folder, list(manifest["files"]))
 
 
@@ -259,8 +278,10 @@ class StepReader:
             held, whole = sum(piece.dataset.size for piece in pieces), math.prod(self.shape(name))
             if held != whole:
                 self.close()
-                raise UserError(f"{self.folder}: the shards hold {held} of the {whole} elements of {name}; "
-                                f"{_OTHER_CHOICE}")
+                raise UserError(
+                    f"{self.folder}: the shards hold {held} of the {whole} elements of {name}; "
+                    f"{_OTHER_CHOICE}"
+                )
 
     def _index(self, name: str, item: h5py.Group | h5py.Dataset) -> None:
         if not isinstance(item, h5py.Dataset):
@@ -303,25 +324,38 @@ class StepReader:
         try:
             for dataset, offset in pieces:
                 # The part of this piece that was asked for, in the piece's and in the result's coordinates.
-                cut = [(max(start, o), min(stop, o + n))
-                       for (start, stop), o, n in zip(spans, offset, dataset.shape)]
+                cut = [
+                    (max(start, o), min(stop, o + n))
+                    for (start, stop), o, n in zip(spans, offset, dataset.shape)
+                ]
                 if all(low < high for low, high in cut):
                     source = tuple(slice(low - o, high - o) for (low, high), o in zip(cut, offset))
-                    target = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(cut, spans))
+                    target = tuple(
+                        slice(low - start, high - start) for (low, high), (start, _) in zip(cut, spans)
+                    )
                     stored[target] = dataset[source]
         except OSError as error:
             raise UserError(f"{self.folder}: {name} cannot be read ({error}); {_OTHER_CHOICE}") from error
         array = stored.view(BFLOAT16) if dtype == BFLOAT16 else stored
-        return array[tuple(0 if axis in dropped else slice(None) for axis in range(len(shape)))] if dropped else array
+        return (
+            array[tuple(0 if axis in dropped else slice(None) for axis in range(len(shape)))]
+            if dropped
+            else array
+        )
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """`UserError` unless the state holds exactly these arrays, name → shape."""
         check_names(self._pieces, expected, str(self.folder))
-        wrong = [f"{name} is {list(self.shape(name))}, expected {list(shape)}"
-                 for name, shape in expected.items() if self.shape(name) != tuple(shape)]
+        wrong = [
+            f"{name} is {list(self.shape(name))}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if self.shape(name) != tuple(shape)
+        ]
         if wrong:
-            raise UserError(f"{self.folder}: shapes differ from the model's: {_listed(wrong)}; resume with the "
-                            "model configuration that the state was written with")
+            raise UserError(
+                f"{self.folder}: shapes differ from the model's: {_listed(wrong)}; resume with the "
+                "model configuration that the state was written with"
+            )
 
     def _fact(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         if name not in self._facts:
@@ -350,8 +384,10 @@ def check_names(found: Iterable[str], expected: Iterable[str], where: str) -> No
     if extra := sorted(found - expected):
         parts.append(f"{len(extra)} not expected: {_listed(extra)}")
     if parts:
-        raise UserError(f"{where}: its arrays are not the model's; {'; '.join(parts)}. Resume with the model "
-                        "configuration that the state was written with")
+        raise UserError(
+            f"{where}: its arrays are not the model's; {'; '.join(parts)}. Resume with the model "
+            "configuration that the state was written with"
+        )
 
 
 def _listed(names: list[str], limit: int = 10) -> str:
@@ -363,7 +399,7 @@ def _spans(name: str, index: Any, shape: tuple[int, ...]) -> tuple[list[tuple[in
     parts = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
-        parts[at:at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
     parts += [slice(None)] * (len(shape) - len(parts))
     if len(parts) != len(shape):
         raise IndexError(f"{name} has {len(shape)} axes, the index {index} has {len(parts)}")
@@ -383,7 +419,7 @@ def _spans(name: str, index: Any, shape: tuple[int, ...]) -> tuple[list[tuple[in
     return spans, dropped
 
 
-# --- the manifest ------------------------------------------------------------------------------------------------
+# --- the manifest -------------------------------------------------------------------------------------------
 
 
 def _step_folders(checkpoints_dir: Path) -> list[tuple[int, Path]]:
@@ -418,8 +454,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); {_OTHER_CHOICE}") from error
     if manifest.get("format") != FORMAT or manifest.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{path}: format {manifest.get('format')!r} version {manifest.get('format_version')!r}; this "
-                        f"program reads {FORMAT!r} version {FORMAT_VERSION}: use the version that wrote it")
+        raise UserError(
+            f"{path}: format {manifest.get('format')!r} version {manifest.get('format_version')!r}; this "
+            f"program reads {FORMAT!r} version {FORMAT_VERSION}: use the version that wrote it"
+        )
     if manifest.pop("checksum", None) != _manifest_checksum(manifest):
         raise UserError(f"{path}: damaged or edited, its checksum does not fit; {_OTHER_CHOICE}")
     return manifest
@@ -433,8 +471,10 @@ def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
         if not path.is_file():
             raise UserError(f"{path}: missing, though the manifest names it; {_OTHER_CHOICE}")
         if path.stat().st_size != facts["size"]:
-            raise UserError(f"{path}: {path.stat().st_size} bytes, the manifest says {facts['size']}: it was cut off "
-                            f"or changed; {_OTHER_CHOICE}")
+            raise UserError(
+                f"{path}: {path.stat().st_size} bytes, the manifest says {facts['size']}: it was cut off "
+                f"or changed; {_OTHER_CHOICE}"
+            )
 
 
 def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
@@ -450,11 +490,11 @@ def _file_checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-# --- locks and disk errors ---------------------------------------------------------------------------------------
+# --- locks and disk errors ----------------------------------------------------------------------------------
 
 
 def _lock(folder: Path) -> int | None:
-    """Hold a lock on a folder until the descriptor is closed or the process ends; None where there are no locks."""
+    """Hold a lock on a folder until the descriptor is closed or the process ends; None without locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -498,7 +538,11 @@ class _disk_errors:
         if isinstance(error, (OSError, RuntimeError)) and not isinstance(error, UserError):
             number = getattr(error, "errno", None)
             reason = os.strerror(number) if number else str(error).split("(")[0].strip()  # HDF5 adds a page
-            advice = "free some space, or lower checkpoint.save_total_limit" if number in (errno.ENOSPC, errno.EDQUOT) \
+            advice = (
+                "free some space, or lower checkpoint.save_total_limit"
+                if number in (errno.ENOSPC, errno.EDQUOT)
                 else "check the folder's permissions and free space"
-            raise UserError(f"cannot write {self.path}: {reason}; {advice}. Checkpoints written before are "
-                            "untouched") from error
+            )
+            raise UserError(
+                f"cannot write {self.path}: {reason}; {advice}. Checkpoints written before are untouched"
+            ) from error
