@@ -1,33 +1,47 @@
 // CPU kernels of the operations in ops.py, called by MindSpore as ahead-of-time custom operations.
 //
-// What they save over MindSpore's own CPU operations: passes over memory (each kernel fuses what is a chain of
-// operations there), transposes (attention reads [B,S,N,h] as it lies), padding of the experts' rows, and slow
-// cases (reductions over the last axis, products with a transposed first matrix). Matrix products are those of
-// the oneDNN library inside the MindSpore wheel, called by one thread each; the parallelism is here.
+// What they save over MindSpore's own CPU operations: passes over memory (each kernel fuses what is a chain
+// of operations there), transposes (attention reads [B,S,N,h] as it lies), padding of the experts' rows,
+// and slow cases such as reductions over the last axis. Matrix products are those of the oneDNN library
+// inside the MindSpore wheel, called by one thread each; the parallelism is here.
 //
-// All tensors are contiguous; float means fp32. Determinism: every output element is computed by one task with
-// a fixed order of summation, and partial sums are added in the order of their index, so that neither the
-// scheduling of threads nor their number changes how a sum is taken outside of a matrix product, and for a given
-// number of threads every bit is the same run after run.
+// All tensors are contiguous; float means fp32. Every output element is computed by one task with a fixed
+// order of summation, and partial sums are added in the order of their index: for a given number of threads
+// each bit is the same run after run, however the threads are scheduled.
 //
 // A kernel returns 0, or one of the codes below, which MindSpore turns into an exception.
 
 #include <omp.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
-extern "C" int dnnl_sgemm(char transa, char transb, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
-                          int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+extern "C" int dnnl_sgemm(char transa, char transb, int64_t m, int64_t n, int64_t k, float alpha,
+                          const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                          int64_t ldc);
 
 namespace {
 
 enum Status { kOk = 0, kShapeMismatch = 11, kIndexOutOfRange = 12, kMatrixProductFailed = 13 };
+
+int Report(const char *kernel, int status) {
+  const char *what = status == kShapeMismatch     ? "the shapes of its arguments do not fit"
+                     : status == kIndexOutOfRange ? "an index or label is out of range"
+                                                  : "a matrix product failed";
+  if (status != kOk) std::fprintf(stderr, "CPU kernel %s: %s\n", kernel, what);
+  return status;
+}
 
 std::atomic<int> g_threads{0};
 
@@ -38,15 +52,42 @@ int Threads() {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// While one lives, its thread takes denormal numbers as zero. MindSpore's threads differ in this mode, so
+// that without it a result would depend on the thread that computes it.
+class FlushDenormals {
+ public:
+#if defined(__x86_64__)
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }  // FTZ and DAZ
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  FlushDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(saved_ | (1ul << 24)));  // FZ
+  }
+  ~FlushDenormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+};
+
 // Runs body(task) for every task; tasks are handed out one by one, since they differ in size.
 template <typename Body>
 void Parallel(int64_t tasks, const Body &body) {
-  if (tasks <= 1 || Threads() == 1) {
+  const int threads = static_cast<int>(std::min<int64_t>(Threads(), tasks));
+  if (threads <= 1) {
     for (int64_t i = 0; i < tasks; ++i) body(i);
     return;
   }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(std::min<int64_t>(Threads(), tasks)))
-  for (int64_t i = 0; i < tasks; ++i) body(i);
+#pragma omp parallel num_threads(threads)
+  {
+    FlushDenormals flush;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < tasks; ++i) body(i);
+  }
 }
 
 // Runs body(first, last) over [0, n) in ranges of about `grain` elements of work, `work` per index.
@@ -56,16 +97,52 @@ void ParallelRanges(int64_t n, int64_t work, const Body &body, int64_t grain = 3
   Parallel(CeilDiv(n, step), [&](int64_t i) { body(i * step, std::min(n, (i + 1) * step)); });
 }
 
-// A thread's scratch memory, kept between calls: fresh pages for every call would cost more than some kernels.
-float *Scratch(int slot, int64_t size) {
-  thread_local std::vector<float> buffers[8];
-  auto &buffer = buffers[slot];
-  if (static_cast<int64_t>(buffer.size()) < size) {
-    buffer.clear();  // the old contents need not be copied
-    buffer.resize(size);
+// Scratch memory is kept between calls: fresh pages for each would cost more than some kernels.
+
+void Grow(std::vector<float> *buffer, int64_t size) {
+  if (static_cast<int64_t>(buffer->size()) < size) {
+    buffer->clear();  // the old contents need not be copied
+    buffer->resize(size);
   }
-  return buffer.data();
 }
+
+// Small scratch of a task: each thread has its own.
+float *Scratch(int slot, int64_t size) {
+  thread_local std::vector<float> buffers[2];
+  Grow(&buffers[slot], size);
+  return buffers[slot].data();
+}
+
+// Large scratch of a kernel: lent from the process, since MindSpore calls kernels from changing threads.
+class Lease {
+ public:
+  explicit Lease(int64_t size) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!free_.empty()) {
+        buffer_ = std::move(free_.back());
+        free_.pop_back();
+      }
+    }
+    Grow(&buffer_, size);
+    next_ = buffer_.data();
+  }
+  ~Lease() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(std::move(buffer_));
+  }
+  float *Take(int64_t size) {
+    float *taken = next_;
+    next_ += size;
+    return taken;
+  }
+
+ private:
+  static inline std::mutex mutex_;
+  static inline std::vector<std::vector<float>> free_;
+  std::vector<float> buffer_;
+  float *next_;
+};
 
 // The arguments of a custom operation: inputs first, then outputs.
 struct Args {
@@ -84,11 +161,12 @@ struct Args {
   int64_t size(int i) const { return ranks[i] == 0 ? 1 : rows(i) * dim(i, -1); }
 };
 
-#define KERNEL(name)                                                                            \
-  static int name##_body(const Args &a);                                                        \
+#define KERNEL(name)                                                                                   \
+  static int name##_body(const Args &a);                                                               \
   extern "C" int name(int, void **data, int *ranks, int64_t **shapes, const char **, void *, void *) { \
-    return name##_body(Args{data, ranks, shapes});                                              \
-  }                                                                                             \
+    FlushDenormals flush;                                                                              \
+    return Report(#name, name##_body(Args{data, ranks, shapes}));                                      \
+  }                                                                                                    \
   static int name##_body(const Args &a)
 
 // Row-major C = alpha op(A) op(B) + beta C on the calling thread; a failure is remembered in `ok`.
@@ -124,7 +202,8 @@ inline float Exp(float x) {
   bits += exponent << 23;
   float y;
   std::memcpy(&y, &bits, 4);
-  return x < kLow ? 0.0f : y;
+  y = x < kLow ? 0.0f : y;
+  return x == x ? y : x;
 }
 
 inline float Sigmoid(float x) { return 1.0f / (1.0f + Exp(-x)); }
@@ -228,7 +307,8 @@ KERNEL(rms_norm_backward) {
   float *dx = a.f(4), *dw = a.f(5);
   // dw is summed over blocks of rows first; the blocks depend on the shape alone.
   const int64_t block = std::max<int64_t>(32, CeilDiv(rows, 256)), blocks = CeilDiv(rows, block);
-  float *partial = Scratch(0, blocks * width);
+  Lease lease(blocks * width);
+  float *partial = lease.Take(blocks * width);
   Parallel(blocks, [&](int64_t b) {
     float *sum_dw = partial + b * width;
     std::fill_n(sum_dw, width, 0.0f);
@@ -292,7 +372,8 @@ void SwiGLU(const float *gate, const float *up, float *y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = gate[i] * Sigmoid(gate[i]) * up[i];
 }
 
-void SwiGLUBackward(const float *dy, const float *gate, const float *up, float *dgate, float *dup, int64_t n) {
+void SwiGLUBackward(const float *dy, const float *gate, const float *up, float *dgate, float *dup,
+                    int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const float s = Sigmoid(gate[i]), silu = gate[i] * s;
@@ -325,8 +406,8 @@ KERNEL(swiglu_backward) {
 
 // ------------------------------------------------------------------------------------------------- attention
 // Query rows are taken in blocks; of the keys, a block reads the range that any of its rows can see, so that
-// the scores of a block, not of the sequence squared, are in memory. Backward computes them again from the
-// saved logarithm of each row's sum (Dao 2022, without the tiling of keys that a cache of this size can spare).
+// the scores of a block, not of the sequence squared, are in memory. Backward computes them again, with the
+// saved maximum and sum of each row (Dao et al. 2022, without their tiling of the keys).
 
 namespace {
 
@@ -366,8 +447,8 @@ struct Block {
 };
 
 // Range [from, to) of a row's scores that its query sees; the unseen ones in between become -inf.
-inline void Mask(const Visible &visible, const int32_t *segments, int64_t b, int64_t query, int64_t key, float *row,
-                 int64_t *from, int64_t *to) {
+inline void Mask(const Visible &visible, const int32_t *segments, int64_t b, int64_t query, int64_t key,
+                 float *row, int64_t *from, int64_t *to) {
   const int64_t at = b * visible.length + query;
   *from = visible.first[at] - key;
   *to = query + 1 - key;
@@ -381,15 +462,17 @@ inline void Mask(const Visible &visible, const int32_t *segments, int64_t b, int
 
 }  // namespace
 
-// q, k [B,S,N,h], v [B,S,N,v], segment_ids [B,S], options [2] (scale, window or 0) -> y [B,S,N,v], lse [B,N,S]
+// q, k [B,S,N,h], v [B,S,N,v], segment_ids [B,S], options [2] (scale, window or 0) -> y [B,S,N,v],
+// stats [B,N,S,2] (each row's largest score, 1 / its sum of exponentials)
 KERNEL(attention_forward) {
-  const int64_t batch = a.dim(0, 0), length = a.dim(0, 1), heads = a.dim(0, 2), qk = a.dim(0, 3), vd = a.dim(2, 3);
+  const int64_t batch = a.dim(0, 0), length = a.dim(0, 1), heads = a.dim(0, 2);
+  const int64_t qk = a.dim(0, 3), vd = a.dim(2, 3);
   if (a.size(1) != a.size(0) || a.size(2) != batch * length * heads * vd || a.size(3) != batch * length) {
     return kShapeMismatch;
   }
   const float *q = a.f(0), *k = a.f(1), *v = a.f(2), scale = a.f(4)[0];
   const int32_t *segments = a.i32(3);
-  float *y = a.f(5), *lse = a.f(6);
+  float *y = a.f(5), *stats = a.f(6);
   const Visible visible(segments, batch, length, static_cast<int64_t>(a.f(4)[1]));
   const int64_t blocks = CeilDiv(length, kQueryBlock), q_stride = heads * qk, v_stride = heads * vd;
   Gemm gemm;
@@ -400,8 +483,8 @@ KERNEL(attention_forward) {
     const float *keys = k + ((b * length + block.key) * heads + n) * qk;
     const float *values = v + ((b * length + block.key) * heads + n) * vd;
     float *out = y + ((b * length + block.row) * heads + n) * vd;
-    gemm('N', 'T', block.rows, block.keys, qk, scale, q + ((b * length + block.row) * heads + n) * qk, q_stride, keys,
-         q_stride, 0.0f, p, block.keys);
+    gemm('N', 'T', block.rows, block.keys, qk, scale, q + ((b * length + block.row) * heads + n) * qk,
+         q_stride, keys, q_stride, 0.0f, p, block.keys);
     float inverse[kQueryBlock];
     for (int64_t i = 0; i < block.rows; ++i) {
       float *row = p + i * block.keys;
@@ -417,8 +500,9 @@ KERNEL(attention_forward) {
       }
       std::fill(row, row + from, 0.0f);
       std::fill(row + to, row + block.keys, 0.0f);
-      inverse[i] = 1.0f / sum;
-      lse[(b * heads + n) * length + block.row + i] = largest + std::log(sum);
+      float *stat = stats + ((b * heads + n) * length + block.row + i) * 2;
+      stat[0] = largest;
+      stat[1] = inverse[i] = 1.0f / sum;
     }
     gemm('N', 'N', block.rows, vd, block.keys, 1.0f, p, block.keys, values, v_stride, 0.0f, out, v_stride);
     for (int64_t i = 0; i < block.rows; ++i) {
@@ -428,11 +512,13 @@ KERNEL(attention_forward) {
   return gemm.status();
 }
 
-// dy [B,S,N,v], q, k, v, segment_ids, options as above, y, lse -> dq, dk, dv
+// dy [B,S,N,v], q, k, v, segment_ids, options, y, stats as above -> dq, dk, dv
 KERNEL(attention_backward) {
-  const int64_t batch = a.dim(1, 0), length = a.dim(1, 1), heads = a.dim(1, 2), qk = a.dim(1, 3), vd = a.dim(3, 3);
+  const int64_t batch = a.dim(1, 0), length = a.dim(1, 1), heads = a.dim(1, 2);
+  const int64_t qk = a.dim(1, 3), vd = a.dim(3, 3);
   if (a.size(2) != a.size(1) || a.size(3) != a.size(0) || a.size(4) != batch * length) return kShapeMismatch;
-  const float *dy = a.f(0), *q = a.f(1), *k = a.f(2), *v = a.f(3), scale = a.f(5)[0], *y = a.f(6), *lse = a.f(7);
+  const float *dy = a.f(0), *q = a.f(1), *k = a.f(2), *v = a.f(3), scale = a.f(5)[0], *y = a.f(6);
+  const float *stats = a.f(7);
   const int32_t *segments = a.i32(4);
   float *dq = a.f(8), *dk = a.f(9), *dv = a.f(10);
   const Visible visible(segments, batch, length, static_cast<int64_t>(a.f(5)[1]));
@@ -449,21 +535,22 @@ KERNEL(attention_backward) {
     for (int64_t index = 0; index < blocks; ++index) {
       const Block block(visible, b, index);
       const int64_t row = origin + block.row * heads, key = origin + block.key * heads;
-      gemm('N', 'T', block.rows, block.keys, qk, scale, q + row * qk, q_stride, k + key * qk, q_stride, 0.0f, p,
-           block.keys);
-      gemm('N', 'T', block.rows, block.keys, vd, 1.0f, dy + row * vd, v_stride, v + key * vd, v_stride, 0.0f, ds,
-           block.keys);
+      gemm('N', 'T', block.rows, block.keys, qk, scale, q + row * qk, q_stride, k + key * qk, q_stride, 0.0f,
+           p, block.keys);
+      gemm('N', 'T', block.rows, block.keys, vd, 1.0f, dy + row * vd, v_stride, v + key * vd, v_stride, 0.0f,
+           ds, block.keys);
       for (int64_t i = 0; i < block.rows; ++i) {
         float *pi = p + i * block.keys, *di = ds + i * block.keys;
         const float *dyi = dy + (row + i * heads) * vd, *yi = y + (row + i * heads) * vd;
-        const float log_sum = lse[(b * heads + n) * length + block.row + i];
+        const float *stat = stats + ((b * heads + n) * length + block.row + i) * 2;
+        const float largest = stat[0], inverse = stat[1];
         int64_t from, to;
         Mask(visible, segments, b, block.row + i, block.key, pi, &from, &to);
         float mean = 0;
         for (int64_t j = 0; j < vd; ++j) mean += dyi[j] * yi[j];
 #pragma omp simd
         for (int64_t j = from; j < to; ++j) {
-          pi[j] = Exp(pi[j] - log_sum);
+          pi[j] = Exp(pi[j] - largest) * inverse;
           di[j] = pi[j] * (di[j] - mean) * scale;
         }
         std::fill(pi, pi + from, 0.0f);
@@ -471,20 +558,20 @@ KERNEL(attention_backward) {
         std::fill(di, di + from, 0.0f);
         std::fill(di + to, di + block.keys, 0.0f);
       }
-      gemm('T', 'N', block.keys, vd, block.rows, 1.0f, p, block.keys, dy + row * vd, v_stride, 1.0f, dv + key * vd,
-           v_stride);
-      gemm('N', 'N', block.rows, qk, block.keys, 1.0f, ds, block.keys, k + key * qk, q_stride, 0.0f, dq + row * qk,
-           q_stride);
-      gemm('T', 'N', block.keys, qk, block.rows, 1.0f, ds, block.keys, q + row * qk, q_stride, 1.0f, dk + key * qk,
-           q_stride);
+      gemm('T', 'N', block.keys, vd, block.rows, 1.0f, p, block.keys, dy + row * vd, v_stride, 1.0f,
+           dv + key * vd, v_stride);
+      gemm('N', 'N', block.rows, qk, block.keys, 1.0f, ds, block.keys, k + key * qk, q_stride, 0.0f,
+           dq + row * qk, q_stride);
+      gemm('T', 'N', block.keys, qk, block.rows, 1.0f, ds, block.keys, q + row * qk, q_stride, 1.0f,
+           dk + key * qk, q_stride);
     }
   });
   return gemm.status();
 }
 
 // ------------------------------------------------------------------------------------------------- experts
-// A pair is a (token, choice), number token * K + choice. Pairs are sorted by expert, stably; "row" is a pair's
-// place in that order.
+// A pair is a (token, choice), number token * K + choice. Pairs are sorted by expert, stably; "row" is a
+// pair's place in that order.
 
 namespace {
 
@@ -510,7 +597,8 @@ void Gather(const float *x, const int32_t *order, int64_t top_k, int64_t count, 
 }
 
 // y[token] = sum over its choices, in their order, of the rows of its pairs
-void SumChoices(const float *rows, const int32_t *order, int64_t pairs, int64_t top_k, int64_t width, float *y) {
+void SumChoices(const float *rows, const int32_t *order, int64_t pairs, int64_t top_k, int64_t width,
+                float *y) {
   std::vector<int32_t> row_of(pairs);
   for (int64_t r = 0; r < pairs; ++r) row_of[order[r]] = static_cast<int32_t>(r);
   ParallelRanges(pairs / top_k, width * top_k, [&](int64_t first, int64_t last) {
@@ -529,7 +617,7 @@ void SumChoices(const float *rows, const int32_t *order, int64_t pairs, int64_t 
 }  // namespace
 
 // x [T,D], slots [T,K], weights [T,K], gate_up [E,2F,D], down [E,D,F]
-//   -> y [T,D], order [T*K] (pair of each row), starts [E+1] (first row of each expert), h [T*K,2F] (gate | up)
+//   -> y [T,D], order [T*K] (pair of each row), starts [E+1] (first row of each expert), h [T*K,2F] (gate|up)
 KERNEL(routed_experts_forward) {
   const int64_t tokens = a.dim(0, 0), width = a.dim(0, 1), top_k = a.dim(1, 1), experts = a.dim(3, 0);
   const int64_t inner = a.dim(4, 2), pairs = tokens * top_k;
@@ -552,16 +640,17 @@ KERNEL(routed_experts_forward) {
   for (int64_t i = 0; i < pairs; ++i) order[next[slots[i]]++] = static_cast<int32_t>(i);
 
   const auto pieces = Pieces(starts, experts, kExpertRows);
-  float *out = Scratch(0, pairs * width);
+  Lease lease(pairs * width);
+  float *out = lease.Take(pairs * width);
   Gemm gemm;
   Parallel(pieces.size(), [&](int64_t index) {
     const Rows &p = pieces[index];
     const int32_t *pair = order + p.first;
-    float *in = Scratch(1, kExpertRows * width), *act = Scratch(2, kExpertRows * inner);
+    float *in = Scratch(0, kExpertRows * width), *act = Scratch(1, kExpertRows * inner);
     float *hp = h + p.first * 2 * inner;
     Gather(x, pair, top_k, p.count, width, in);
-    gemm('N', 'T', p.count, 2 * inner, width, 1.0f, in, width, gate_up + p.expert * 2 * inner * width, width, 0.0f, hp,
-         2 * inner);
+    gemm('N', 'T', p.count, 2 * inner, width, 1.0f, in, width, gate_up + p.expert * 2 * inner * width, width,
+         0.0f, hp, 2 * inner);
     for (int64_t i = 0; i < p.count; ++i) {
       const float *gate = hp + i * 2 * inner, weight = weights[pair[i]];
       float *ai = act + i * inner;
@@ -585,28 +674,31 @@ KERNEL(routed_experts_backward) {
   const int32_t *order = a.i32(5), *starts = a.i32(6);
   float *dx = a.f(8), *dweights = a.f(9), *dgate_up = a.f(10), *ddown = a.f(11);
 
-  // In the sorted order: the tokens' inputs and output gradients, the weighted activations, the gradients of h
-  // and of the inputs.
-  float *in = Scratch(0, pairs * width), *dout = Scratch(3, pairs * width), *act = Scratch(4, pairs * inner);
-  float *dh = Scratch(5, pairs * 2 * inner), *din = Scratch(6, pairs * width);
+  // In the sorted order: the tokens' inputs and output gradients, the weighted activations, the gradients
+  // of h and of the inputs.
+  Lease lease(pairs * 3 * (width + inner));
+  float *in = lease.Take(pairs * width), *dout = lease.Take(pairs * width), *act = lease.Take(pairs * inner);
+  float *dh = lease.Take(pairs * 2 * inner), *din = lease.Take(pairs * width);
   Gemm gemm;
   const auto pieces = Pieces(starts, experts, kExpertRows);
   Parallel(pieces.size(), [&](int64_t index) {
     const Rows &p = pieces[index];
     const int32_t *pair = order + p.first;
-    float *da = Scratch(2, kExpertRows * inner);
+    float *da = Scratch(0, kExpertRows * inner);
     Gather(x, pair, top_k, p.count, width, in + p.first * width);
     Gather(dy, pair, top_k, p.count, width, dout + p.first * width);
-    gemm('N', 'N', p.count, inner, width, 1.0f, dout + p.first * width, width, down + p.expert * width * inner, inner,
-         0.0f, da, inner);
+    gemm('N', 'N', p.count, inner, width, 1.0f, dout + p.first * width, width,
+         down + p.expert * width * inner, inner, 0.0f, da, inner);
     for (int64_t i = 0; i < p.count; ++i) {
       const int64_t row = p.first + i;
       const float *gate = h + row * 2 * inner, *up = gate + inner, weight = weights[pair[i]];
-      float *ai = act + row * inner, *di = da + i * inner, *dgate = dh + row * 2 * inner, *dup = dgate + inner;
+      float *ai = act + row * inner, *di = da + i * inner;
+      float *dgate = dh + row * 2 * inner, *dup = dgate + inner;
       float dot = 0;  // the weight's gradient: dy . (down a) = (dy down) . a
 #pragma omp simd reduction(+ : dot)
       for (int64_t j = 0; j < inner; ++j) {
-        const float s = Sigmoid(gate[j]), silu = gate[j] * s, activation = silu * up[j], d = di[j] * weight;
+        const float s = Sigmoid(gate[j]), silu = gate[j] * s, activation = silu * up[j];
+        const float d = di[j] * weight;
         dot += di[j] * activation;
         ai[j] = activation * weight;
         dup[j] = d * silu;
@@ -634,8 +726,8 @@ KERNEL(routed_experts_backward) {
       return;
     }
     const float *left = (is_down ? dout : dh) + first * all_rows + r;
-    gemm('T', 'N', rows, columns, count, 1.0f, left, all_rows, (is_down ? act : in) + first * columns, columns, 0.0f,
-         grad, columns);
+    gemm('T', 'N', rows, columns, count, 1.0f, left, all_rows, (is_down ? act : in) + first * columns,
+         columns, 0.0f, grad, columns);
   });
   SumChoices(din, order, pairs, top_k, width, dx);
   return gemm.status();
@@ -643,32 +735,32 @@ KERNEL(routed_experts_backward) {
 
 // ------------------------------------------------------------------------------------------------- router
 
-// indices [T,K], mask [T] -> counts [E]
-KERNEL(expert_counts) {
-  const int64_t tokens = a.dim(0, 0), top_k = a.dim(0, 1), experts = a.dim(2, 0);
-  if (a.size(1) != tokens) return kShapeMismatch;
+// indices [T,K], columns [n] -> mask [T,n], 1 where chosen
+KERNEL(chosen_mask) {
+  const int64_t rows = a.dim(0, 0), k = a.dim(0, 1), n = a.dim(1, 0);
   const int32_t *indices = a.i32(0);
-  const float *mask = a.f(1);
-  std::vector<double> counts(experts, 0.0);
-  for (int64_t i = 0; i < tokens * top_k; ++i) {
-    if (indices[i] < 0 || indices[i] >= experts) return kIndexOutOfRange;
-    counts[indices[i]] += mask[i / top_k];
+  float *mask = a.f(2);
+  std::fill_n(mask, rows * n, 0.0f);
+  for (int64_t i = 0; i < rows * k; ++i) {
+    if (indices[i] < 0 || indices[i] >= n) return kIndexOutOfRange;
+    mask[i / k * n + indices[i]] = 1.0f;
   }
-  std::copy(counts.begin(), counts.end(), a.f(2));
   return kOk;
 }
 
-// scores [T,n] -> indices [T,k], best first; of equal scores the lower index first, NaN after all numbers
+// scores [T,n], places [k] -> indices [T,k], best first; of equal scores the lower index first, NaN after all numbers
 KERNEL(top_k) {
-  const int64_t rows = a.dim(0, 0), n = a.dim(0, 1), k = a.dim(1, 1);
+  const int64_t rows = a.dim(0, 0), n = a.dim(0, 1), k = a.dim(1, 0);
   if (k > n) return kShapeMismatch;
   const float *scores = a.f(0);
-  int32_t *indices = a.i32(1);
+  int32_t *indices = a.i32(2);
   ParallelRanges(rows, n * 8, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const float *s = scores + t * n;
       int32_t *best = indices + t * k;
-      const auto better = [s](int64_t i, int64_t j) { return s[i] > s[j] || (std::isnan(s[j]) && !std::isnan(s[i])); };
+      const auto better = [s](int64_t i, int64_t j) {
+        return s[i] > s[j] || (std::isnan(s[j]) && !std::isnan(s[i]));
+      };
       int64_t count = 0;
       for (int64_t i = 0; i < n; ++i) {
         if (count == k && !better(i, best[k - 1])) continue;
@@ -687,16 +779,17 @@ namespace {
 constexpr int32_t kIgnored = -100;
 }
 
-// logits [T,V], labels [T] -> sum of losses (scalar), lse [T]
+// logits [T,V], labels [T] -> sum of losses (scalar), stats [T,2] (row's largest, 1 / sum of exponentials)
 KERNEL(cross_entropy_forward) {
   const int64_t rows = a.dim(0, 0), width = a.dim(0, 1);
   if (a.size(1) != rows) return kShapeMismatch;
   const float *logits = a.f(0);
   const int32_t *labels = a.i32(1);
-  float *lse = a.f(3);
+  float *stats = a.f(3);
   for (int64_t t = 0; t < rows; ++t) {
     if (labels[t] != kIgnored && (labels[t] < 0 || labels[t] >= width)) return kIndexOutOfRange;
   }
+  std::vector<double> losses(rows, 0.0);
   ParallelRanges(rows, width, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const float *x = logits + t * width;
@@ -704,41 +797,41 @@ KERNEL(cross_entropy_forward) {
 #pragma omp simd reduction(max : largest)
       for (int64_t i = 0; i < width; ++i) largest = std::max(largest, x[i]);
       double total = 0;
-      for (int64_t i = 0; i < width; i += 1024) {  // short fp32 sums, so that a large vocabulary loses nothing
+      for (int64_t i = 0; i < width; i += 1024) {  // short sums: a large vocabulary loses nothing
         const int64_t end = std::min(width, i + 1024);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t j = i; j < end; ++j) sum += Exp(x[j] - largest);
         total += sum;
       }
-      lse[t] = largest + static_cast<float>(std::log(total));
+      stats[2 * t] = largest;
+      stats[2 * t + 1] = static_cast<float>(1.0 / total);
+      if (labels[t] != kIgnored) losses[t] = std::log(total) - (static_cast<double>(x[labels[t]]) - largest);
     }
   });
   double loss = 0;
-  for (int64_t t = 0; t < rows; ++t) {
-    if (labels[t] != kIgnored) loss += static_cast<double>(lse[t]) - logits[t * width + labels[t]];
-  }
+  for (double l : losses) loss += l;
   a.f(2)[0] = static_cast<float>(loss);
   return kOk;
 }
 
-// dloss (scalar), logits [T,V], labels [T], lse [T] -> dlogits
+// dloss (scalar), logits [T,V], labels [T], stats [T,2] -> dlogits
 KERNEL(cross_entropy_backward) {
   const int64_t rows = a.dim(1, 0), width = a.dim(1, 1);
-  if (a.size(2) != rows || a.size(3) != rows) return kShapeMismatch;
-  const float scale = a.f(0)[0], *logits = a.f(1), *lse = a.f(3);
+  if (a.size(2) != rows || a.size(3) != 2 * rows) return kShapeMismatch;
+  const float scale = a.f(0)[0], *logits = a.f(1), *stats = a.f(3);
   const int32_t *labels = a.i32(2);
   float *dlogits = a.f(4);
   ParallelRanges(rows, width, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
-      const float *x = logits + t * width, log_sum = lse[t];
+      const float *x = logits + t * width, largest = stats[2 * t], factor = stats[2 * t + 1] * scale;
       float *d = dlogits + t * width;
       if (labels[t] == kIgnored) {
         std::fill_n(d, width, 0.0f);
         continue;
       }
 #pragma omp simd
-      for (int64_t i = 0; i < width; ++i) d[i] = Exp(x[i] - log_sum) * scale;
+      for (int64_t i = 0; i < width; ++i) d[i] = Exp(x[i] - largest) * factor;
       d[labels[t]] -= scale;
     }
   });

@@ -57,13 +57,13 @@ class DeepseekForCausalLM(nn.Cell):
         main = self.model
         context = self.context(position_ids_BS, segment_ids_BS)
         hidden, statistics = self.hidden_states(input_ids_KBS[0], router_mask_KBS[0], context)
-        cross_entropy = [self.cross_entropy(self.logits(main.norm(hidden)), labels_KBS[0].reshape(-1))]
+        hidden = main.norm(hidden)
+        cross_entropy = [self.cross_entropy(self.logits(hidden), labels_KBS[0].reshape(-1))]
         for depth in range(1, self.depths + 1):
             layer = main.layers[main.n_layers + depth - 1]
             embedded = main.embed_tokens(input_ids_KBS[depth].reshape(-1))
             hidden, routed = layer.predict(hidden, embedded, *context, router_mask_KBS[depth])
-            logits = self.logits(layer.shared_head(hidden))
-            cross_entropy.append(self.cross_entropy(logits, labels_KBS[depth].reshape(-1)))
+            cross_entropy.append(self.cross_entropy(self.logits(hidden), labels_KBS[depth].reshape(-1)))
             statistics.append(routed)
         if not statistics:  # no layer with routed experts
             none = ms.ops.zeros((0,), ms.float32)

@@ -22,7 +22,10 @@ class SharedHead(nn.Cell):
 
 
 class MultiTokenPredictor(DecoderLayer):
-    """Hidden states of the depth before and embeddings of the tokens ahead -> hidden states of this depth."""
+    """Normalised hidden states of the depth before and embeddings of the tokens ahead -> those of this depth.
+
+    What the head reads goes on to the next depth, as where these models are served.
+    """
 
     def __init__(self, config: ModelConfig, placement: ExpertPlacement, layer: int):
         super().__init__(config, placement, layer)
@@ -34,4 +37,5 @@ class MultiTokenPredictor(DecoderLayer):
 
     def predict(self, hidden_TD, embedded_TD, cos, sin, visible, mask_BS):
         both = self.concat((self.enorm(embedded_TD), self.hnorm(hidden_TD)))
-        return self.construct(self.eh_proj(both), cos, sin, visible, mask_BS)
+        hidden_TD, statistics = self.construct(self.eh_proj(both), cos, sin, visible, mask_BS)
+        return self.shared_head(hidden_TD), statistics

@@ -3,24 +3,36 @@
 This is the only file that asks which device it runs on. Every operation has up to three implementations:
 
 - `native`: Ascend's fused kernels;
-- `cpu_kernels`: the small C++ library of `cpu_kernels.cc`, where a C++ compiler is at hand (`cpu_kernels.py`);
+- `cpu_kernels`: the small C++ library of `cpu_kernels.cc`, where a C++ compiler is at hand;
 - `composite`: plain MindSpore operations, which run anywhere.
 
-`select()` fixes the choice, once, before the network is built; without it the first operation built fixes it.
-The interface classes below state the contract; constructing one gives an instance of the chosen implementation.
+`select()` fixes the choice, once, before the network is built; without it the first operation built does.
+The interface classes state the contract; constructing one gives an instance of the implementation chosen.
 
 Shapes: B rows, S sequence, T tokens, N heads, D hidden, E expert slots, K slots per token, F expert width.
 """
+
+import logging
 
 import numpy as np
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import (
+    GroupedMatmul,
+    MoeTokenPermute,
+    MoeTokenUnpermute,
+    RotaryPositionEmbedding,
+    Swiglu,
+)
 
+from ms_train import cpu_kernels
+from shared_ops.batch import IGNORED
 from shared_ops.errors import UserError
 
 BACKENDS = ("native", "cpu_kernels", "composite")
 
+_logger = logging.getLogger(__name__)
 _selected: str | None = None
 
 
@@ -42,23 +54,31 @@ def selected() -> str:
 
 def _resolve(backend: str) -> str:
     if backend not in ("auto", *BACKENDS):
-        raise UserError(f"operations backend {backend!r}: expected one of auto, {', '.join(BACKENDS)}")
-    device = ms.get_context("device_target")
-    if backend == "native" and device != "Ascend":
-        raise UserError(f"operations backend 'native' needs an Ascend device, this process uses {device}; "
-                        f"use auto, cpu_kernels or composite")
-    if backend in ("native", "composite"):
-        return backend
-    if device == "Ascend" and backend == "auto":
-        return "native"
-    return "composite"
+        raise UserError(f"operations backend {backend!r}: expected auto, {', '.join(BACKENDS)}")
+    device, automatic = ms.get_context("device_target"), backend == "auto"
+    if automatic:
+        backend = {"Ascend": "native", "CPU": "cpu_kernels"}.get(device, "composite")
+    needed = {"native": "Ascend", "cpu_kernels": "CPU"}.get(backend, device)
+    if device != needed:
+        raise UserError(f"operations backend {backend!r} needs device {needed}, this process uses {device}")
+    if backend == "cpu_kernels":
+        try:
+            cpu_kernels.library()
+        except cpu_kernels.Unavailable as error:
+            if not automatic:
+                raise UserError(f"operations backend {backend!r}: {error}; use auto or composite") from error
+            _logger.warning("no CPU kernels, slower operations of MindSpore take their place: %s", error)
+            backend = "composite"
+    return backend
 
 
 class _Operation(nn.Cell):
     """Constructing an interface class yields its implementation for the selected backend."""
 
     def __new__(cls, *args, **kwargs):
-        return super().__new__(_IMPLEMENTATIONS[cls][selected()] if cls in _IMPLEMENTATIONS else cls)
+        if cls in _IMPLEMENTATIONS:
+            cls = _IMPLEMENTATIONS[cls][BACKENDS.index(selected())]
+        return super().__new__(cls)
 
 
 # ---------------------------------------------------------------------------------------------- interface
@@ -88,7 +108,7 @@ class Rotary(_Operation):
 
 
 class Attention(_Operation):
-    """q and k [B,S,N,h], v [B,S,N,v], segment_ids [B,S] int -> softmax(scale q k^T) v, [B,S,N,v].
+    """q and k [B,S,N,h], v [B,S,N,v], visible(segment_ids [B,S] int32) -> softmax(scale q k^T) v, [B,S,N,v].
 
     Query i sees key j iff j <= i, both have the same segment id and, with a window, i - j < sliding_window.
     Softmax in fp32.
@@ -123,15 +143,6 @@ class RoutedExperts(_Operation):
         super().__init__()
         self.n_slots = n_slots
         self.top_k = top_k
-
-
-class ExpertCounts(_Operation):
-    """indices [T,K] int32 in 0..E-1, mask [T] (fp32 0/1 or bool) -> how often unmasked tokens chose each
-    expert, [E] fp32. No gradient."""
-
-    def __init__(self, n_experts: int):
-        super().__init__()
-        self.n_experts = n_experts
 
 
 class TopK(_Operation):
@@ -228,7 +239,7 @@ class _CompositeRotary(Rotary):
         return dx.astype(x.dtype), ops.zeros_like(cos), ops.zeros_like(sin)
 
     def tables(self, x, cos, sin):
-        return _full_width(cos), _full_width(sin), Tensor(_pair_swap(x.shape[-1]))
+        return _full_width(cos), _full_width(sin), _pair_swap(x.shape[-1])
 
 
 @ms.constexpr
@@ -244,13 +255,14 @@ def _pair_swap(width: int):
 def _full_width(table):
     """[B,S,1,r/2] -> [B,S,1,r] with every column twice."""
     b, s, one, half = table.shape
-    return ops.broadcast_to(table.reshape(b, s, one, half, 1), (b, s, one, half, 2)).reshape(b, s, one, 2 * half)
+    pairs = ops.broadcast_to(table.reshape(b, s, one, half, 1), (b, s, one, half, 2))
+    return pairs.reshape(b, s, one, 2 * half)
 
 
 class _CompositeAttention(Attention):
     """Scores of all pairs of a head: [B,N,S,S] fp32 in memory."""
 
-    MASKED = -1e30  # finite: exp gives an exact 0 and no row is empty, since i sees itself
+    HIDDEN = -1e30  # added to a score; finite, since no row is empty: i sees itself
 
     def __init__(self, scale: float, sliding_window: int | None = None):
         super().__init__(scale, sliding_window)
@@ -259,13 +271,15 @@ class _CompositeAttention(Attention):
         self.softmax = ops.Softmax(-1)
         self.transpose = ops.Transpose()
 
-    def construct(self, q, k, v, segment_ids):
+    def visible(self, segment_ids):
+        """What is added to the scores, [B,1,S,S] fp32."""
+        return _hidden(segment_ids, self.sliding_window).astype(ms.float32).expand_dims(1) * self.HIDDEN
+
+    def construct(self, q, k, v, visible):
         q = self.transpose((q * self.scale).astype(q.dtype), (0, 2, 1, 3))
         k = self.transpose(k, (0, 2, 1, 3))
         v = self.transpose(v, (0, 2, 1, 3))
-        hidden = ops.stop_gradient(_hidden(segment_ids, self.sliding_window))
-        bias = hidden.astype(ms.float32).expand_dims(1) * self.MASKED
-        p = self.softmax(self.scores(q, k).astype(ms.float32) + bias)
+        p = self.softmax(self.scores(q, k).astype(ms.float32) + ops.stop_gradient(visible))
         return self.transpose(self.matmul(p.astype(v.dtype), v), (0, 2, 1, 3))
 
 
@@ -291,7 +305,6 @@ class _CompositeRoutedExperts(RoutedExperts):
 
     def __init__(self, n_slots: int, top_k: int):
         super().__init__(n_slots, top_k)
-        self.sort = ops.Sort()
         self.batch_matmul_t = ops.BatchMatMul(transpose_b=True)
         self.batch_matmul = ops.BatchMatMul()
 
@@ -322,8 +335,9 @@ class _CompositeRoutedExperts(RoutedExperts):
         rank = ops.gather_elements(before, 1, slot.expand_dims(1)).reshape(-1) - 1
         row_of_pair = ops.gather(first_row, slot, 0) + rank.astype(ms.int32)
         index = ops.arange(n_blocks).astype(ms.int32)
-        block_expert = (index.expand_dims(1) >= blocks_end.astype(ms.int32).expand_dims(0)).astype(ms.int32).sum(-1)
-        return row_of_pair, ops.minimum(block_expert.astype(ms.int32), self.n_slots - 1)
+        ended = index.expand_dims(1) >= blocks_end.astype(ms.int32).expand_dims(0)
+        block_expert = ended.astype(ms.int32).sum(-1).astype(ms.int32)
+        return row_of_pair, ops.minimum(block_expert, self.n_slots - 1)
 
 
 @ms.constexpr
@@ -333,17 +347,6 @@ def _block_rows(pairs: int, experts: int) -> int:
     while rows < 128 and 4 * rows * experts <= pairs:
         rows *= 2
     return rows
-
-
-class _CompositeExpertCounts(ExpertCounts):
-    def __init__(self, n_experts: int):
-        super().__init__(n_experts)
-        self.segment_sum = ops.UnsortedSegmentSum()
-
-    def construct(self, indices, mask):
-        indices, mask = ops.stop_gradient(indices), ops.stop_gradient(mask)
-        ones = ops.broadcast_to(mask.astype(ms.float32).expand_dims(1), indices.shape)
-        return ops.stop_gradient(self.segment_sum(ones.reshape(-1), indices.reshape(-1), self.n_experts))
 
 
 class _CompositeTopK(TopK):
@@ -368,13 +371,10 @@ class _CompositeCrossEntropySum(CrossEntropySum):
         self.log_softmax = ops.LogSoftmax(-1)
 
     def construct(self, logits, labels):
-        valid = labels != IGNORED_LABEL
+        valid = labels != IGNORED
         index = ops.select(valid, labels, ops.zeros_like(labels))
         picked = ops.gather_elements(self.log_softmax(logits.astype(ms.float32)), 1, index.expand_dims(1))
         return -(picked.reshape(-1) * valid.astype(ms.float32)).sum()
-
-
-IGNORED_LABEL = -100
 
 
 class _CompositeSumOfSquares(SumOfSquares):
@@ -383,16 +383,205 @@ class _CompositeSumOfSquares(SumOfSquares):
         return ops.reduce_sum(x * x)
 
 
+# ---------------------------------------------------------------------------------------------- Ascend
+# Where no class follows, the composite is what an Ascend runs too: its compiler fuses those few operations.
+
+class _NativeRMSNorm(RMSNorm):
+    def __init__(self, eps: float):
+        super().__init__(eps)
+        self.rms_norm = ops.RmsNorm(eps)
+
+    def construct(self, x, w):
+        return self.rms_norm(x, w.astype(x.dtype))[0]
+
+
+class _NativeRotary(Rotary):
+    """In fp32, so that the tables stay fp32. B and S become one axis: for interleaved pairs the kernel wants
+    one table for all of its first axis."""
+
+    INTERLEAVED = 1
+
+    def __init__(self):
+        super().__init__()
+        self.rotate = RotaryPositionEmbedding()
+
+    def construct(self, x, cos, sin):
+        tokens, width = x.shape[0] * x.shape[1], x.shape[3]
+        c = _full_width(cos).reshape(1, tokens, 1, width)
+        s = _full_width(sin).reshape(1, tokens, 1, width)
+        y = self.rotate(x.astype(ms.float32).reshape(1, tokens, -1, width), c, s, self.INTERLEAVED)
+        return y.reshape(x.shape).astype(x.dtype)
+
+
+class _NativeAttention(_CompositeAttention):
+    """Flash attention, which has no fp32: fp32 takes the composite.
+
+    The kernel wants one head width: the narrower of (h, v) is filled up with zeros, which add nothing to the
+    scores and give output columns that are dropped.
+    """
+
+    def visible(self, segment_ids):
+        """The mask that the heads share, [B,1,S,S] bool, True where hidden."""
+        return _hidden(segment_ids, self.sliding_window).expand_dims(1)
+
+    def construct(self, q, k, v, visible):
+        if q.dtype == ms.float32:
+            return super().construct(q, k, v, visible.astype(ms.float32) * self.HIDDEN)
+        value = v.shape[3]
+        q, k, v = _widen(q, value), _widen(k, value), _widen(v, q.shape[3])
+        y = ops.flash_attention_score(q, k, v, q.shape[2], attn_mask=visible, scalar_value=self.scale,
+                                      input_layout="BSND", sparse_mode=0)
+        return y[..., :value]
+
+
+def _widen(x, width):
+    """Zeros after the last axis up to `width`; what is that wide already stays."""
+    if x.shape[-1] >= width:
+        return x
+    return ops.concat((x, ops.zeros(x.shape[:-1] + (width - x.shape[-1],), x.dtype)), -1)
+
+
+class _NativeRoutedExperts(RoutedExperts):
+    def __init__(self, n_slots: int, top_k: int):
+        super().__init__(n_slots, top_k)
+        self.grouped_gate_up = GroupedMatmul(split_item=3, group_type=0)  # one output, rows in groups
+        self.grouped_down = GroupedMatmul(split_item=3, group_type=0)
+        self.permute = MoeTokenPermute()
+        self.unpermute = MoeTokenUnpermute()
+        self.swiglu = Swiglu()
+        self.transpose = ops.Transpose()
+
+    def construct(self, x, slots, weights, gate_up, down):
+        slots = ops.stop_gradient(slots)
+        ends = self.group_ends(slots)
+        rows, order = self.permute(x, slots)
+        h = self.grouped(self.grouped_gate_up, rows, gate_up, ends)
+        y = self.grouped(self.grouped_down, self.swiglu(h, -1), down, ends)
+        return self.unpermute(y, order, weights.astype(x.dtype))
+
+    def grouped(self, matmul, rows, weight, ends):
+        """Each group of rows times the transpose of its [out, in] matrix."""
+        weight = self.transpose(weight.astype(rows.dtype), (0, 2, 1))
+        return matmul([rows], [weight], None, None, None, None, None, ends)[0]
+
+    def group_ends(self, slots):
+        """The last row, exclusive, of each expert in the sorted order, [E] int64."""
+        up_to = slots.reshape(-1, 1) <= ops.arange(self.n_slots).astype(ms.int32)
+        return up_to.astype(ms.int32).sum(0).astype(ms.int64)
+
+
+# ---------------------------------------------------------------------------------------------- CPU kernels
+
+def _constant(*values: float) -> Tensor:
+    """Settings travel to a kernel as a small tensor."""
+    return Tensor(np.array(values, np.float32))
+
+
+class _KernelLinear(Linear):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cpu_kernels.linear()
+
+    def construct(self, x, w):
+        return self.kernel(x, w.astype(x.dtype))
+
+
+class _KernelRMSNorm(RMSNorm):
+    def __init__(self, eps: float):
+        super().__init__(eps)
+        self.kernel = cpu_kernels.rms_norm()
+        self.eps_tensor = _constant(eps)
+
+    def construct(self, x, w):
+        return self.kernel(x, w, self.eps_tensor)
+
+
+class _KernelRotary(Rotary):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cpu_kernels.rotary()
+        self.forward_sign = _constant(1.0)
+
+    def construct(self, x, cos, sin):
+        return self.kernel(x, cos, sin, self.forward_sign)
+
+
+class _KernelAttention(Attention):
+    def __init__(self, scale: float, sliding_window: int | None = None):
+        super().__init__(scale, sliding_window)
+        self.kernel = cpu_kernels.attention()
+        self.options = _constant(scale, sliding_window or 0)
+
+    def construct(self, q, k, v, visible):
+        return self.kernel(q, k, v, visible, self.options)[0]
+
+
+class _KernelSwiGLU(SwiGLU):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cpu_kernels.swiglu()
+
+    def construct(self, gate, up):
+        return self.kernel(gate, up)
+
+
+class _KernelRoutedExperts(RoutedExperts):
+    def __init__(self, n_slots: int, top_k: int):
+        super().__init__(n_slots, top_k)
+        self.kernel = cpu_kernels.routed_experts()
+
+    def construct(self, x, slots, weights, gate_up, down):
+        return self.kernel(x, slots, weights, gate_up, down)[0]
+
+
+class _KernelTopK(TopK):
+    def __init__(self, k: int):
+        super().__init__(k)
+        self.kernel = cpu_kernels.top_k()
+        self.places = Tensor(np.arange(k, dtype=np.int32))
+
+    def construct(self, scores):
+        return ops.stop_gradient(self.kernel(ops.stop_gradient(scores), self.places))
+
+
+class _KernelChosenMask(ChosenMask):
+    def __init__(self, n: int):
+        super().__init__(n)
+        self.kernel = cpu_kernels.chosen_mask()
+        self.columns = Tensor(np.arange(n, dtype=np.int32))
+
+    def construct(self, indices):
+        return ops.stop_gradient(self.kernel(ops.stop_gradient(indices), self.columns))
+
+
+class _KernelCrossEntropySum(CrossEntropySum):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cpu_kernels.cross_entropy_sum()
+
+    def construct(self, logits, labels):
+        return self.kernel(logits, labels)[0].reshape(())
+
+
+class _KernelSumOfSquares(SumOfSquares):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cpu_kernels.sum_of_squares()
+
+    def construct(self, x):
+        return ops.stop_gradient(self.kernel(ops.stop_gradient(x))).reshape(())
+
+
+# Interface -> its implementations, in the order of BACKENDS.
 _IMPLEMENTATIONS = {
-    Linear: {"composite": _CompositeLinear},
-    RMSNorm: {"composite": _CompositeRMSNorm},
-    Rotary: {"composite": _CompositeRotary},
-    Attention: {"composite": _CompositeAttention},
-    SwiGLU: {"composite": _CompositeSwiGLU},
-    RoutedExperts: {"composite": _CompositeRoutedExperts},
-    ExpertCounts: {"composite": _CompositeExpertCounts},
-    TopK: {"composite": _CompositeTopK},
-    ChosenMask: {"composite": _CompositeChosenMask},
-    CrossEntropySum: {"composite": _CompositeCrossEntropySum},
-    SumOfSquares: {"composite": _CompositeSumOfSquares},
+    Linear: (_CompositeLinear, _KernelLinear, _CompositeLinear),
+    RMSNorm: (_NativeRMSNorm, _KernelRMSNorm, _CompositeRMSNorm),
+    Rotary: (_NativeRotary, _KernelRotary, _CompositeRotary),
+    Attention: (_NativeAttention, _KernelAttention, _CompositeAttention),
+    SwiGLU: (_CompositeSwiGLU, _KernelSwiGLU, _CompositeSwiGLU),
+    RoutedExperts: (_NativeRoutedExperts, _KernelRoutedExperts, _CompositeRoutedExperts),
+    TopK: (_CompositeTopK, _KernelTopK, _CompositeTopK),
+    ChosenMask: (_CompositeChosenMask, _KernelChosenMask, _CompositeChosenMask),
+    CrossEntropySum: (_CompositeCrossEntropySum, _KernelCrossEntropySum, _CompositeCrossEntropySum),
+    SumOfSquares: (_CompositeSumOfSquares, _KernelSumOfSquares, _CompositeSumOfSquares),
 }

@@ -1,7 +1,8 @@
 """One training step: forward, backward, clip, AdamW, correction bias, as one compiled graph."""
 
 import mindspore as ms
-from mindspore import nn
+import numpy as np
+from mindspore import Tensor, nn
 
 from ms_train.loss import TotalLoss
 from ms_train.model import DeepseekForCausalLM
@@ -45,6 +46,10 @@ class TrainStep(nn.Cell):
         self.gradient = ms.value_and_grad(MicroBatchLoss(model), None, self.optimizer.parameters, has_aux=True)
         self.sum, self.sum_all = parallel.sum(), parallel.sum_all()
         self.concat = ms.ops.Concat(0)
+        self.gather = ms.ops.Gather()
+        self.row_numbers = Tensor(np.arange(self.micro_rows, dtype=np.int32))
+        self.shapes = tuple(p.shape for p in self.optimizer.parameters)
+        self.counts_shape = (len(config.model.moe_layers), config.model.n_routed_experts)
 
     @ms.jit
     def construct(
@@ -64,30 +69,34 @@ class TrainStep(nn.Cell):
         return reported, norm, counts
 
     def accumulate(self, rows, denominators):
-        """Sums over the micro-batches: reported parts, tokens per expert, gradients."""
-        (_, reported, counts), gradients = self.gradient(*self.micro_batch(rows, 0), denominators)
-        for micro in range(1, self.micro_batches):
-            (_, more_reported, more_counts), more = self.gradient(*self.micro_batch(rows, micro), denominators)
+        """Sums over the micro-batches: reported parts, tokens per expert, gradients.
+
+        The loop is one of the graph, over a tensor: compiled once, whatever the number of micro-batches.
+        """
+        if self.micro_batches == 1:
+            (_, reported, counts), gradients = self.gradient(*rows, denominators)
+            return reported, counts, gradients
+        ids, labels, mask, positions, segments = rows
+        reported = ms.ops.zeros((3,), ms.float32)
+        counts = ms.ops.zeros(self.counts_shape, ms.float32)
+        gradients = ()
+        for shape in self.shapes:
+            gradients = gradients + (ms.ops.zeros(shape, ms.float32),)
+        row = Tensor(0, ms.int32)
+        while row < self.micro_rows * self.micro_batches:
+            index = row + self.row_numbers
+            part = (
+                self.gather(ids, index, 1), self.gather(labels, index, 1), self.gather(mask, index, 1),
+                self.gather(positions, index, 0), self.gather(segments, index, 0),
+            )  # fmt: skip
+            (_, more_reported, more_counts), more = self.gradient(*part, denominators)
             reported, counts = reported + more_reported, counts + more_counts
             added = ()
-            for i in range(len(gradients)):
+            for i in range(len(self.shapes)):
                 added = added + (gradients[i] + more[i],)
             gradients = added
+            row = row + self.micro_rows
         return reported, counts, gradients
-
-    def micro_batch(self, rows, micro):
-        """Rows `micro * micro_rows` … of the rank's rows."""
-        if self.micro_batches == 1:
-            return rows
-        first, last = micro * self.micro_rows, (micro + 1) * self.micro_rows
-        input_ids, labels, router_mask, position_ids, segment_ids = rows
-        return (
-            input_ids[:, first:last],
-            labels[:, first:last],
-            router_mask[:, first:last],
-            position_ids[first:last],
-            segment_ids[first:last],
-        )
 
 
 class ValidationStep(nn.Cell):

@@ -8,7 +8,7 @@ file (configs/models/NAME.yaml, a path, or a Hugging Face config.json) is read i
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -68,7 +68,7 @@ class ModelConfig(Section):
     qk_rope_head_dim: Positive
     v_head_dim: Positive
     sliding_window: Positive | None = None
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10000.0
     rope_scaling: RopeScaling | None = None
 
     n_routed_experts: Positive
@@ -156,6 +156,8 @@ class ModelConfig(Section):
         `rope_parameters` as transformers 5 writes). Raises `UserError` for a key that could change the model and is
         not known, or for a value that this project does not implement.
         """
+        if not isinstance(config, Mapping):
+            raise UserError(f"{where}: expected a JSON object, got {type(config).__name__}")
         values = {key: value for key, value in config.items() if key not in _HF_IGNORED}
         for key, only in _HF_FIXED.items():
             if key in values and values.pop(key) not in only:
@@ -166,8 +168,9 @@ class ModelConfig(Section):
         values.pop("qk_head_dim", None)
         values.update(_read_rope(values, where))
         model_type = values.get("model_type")
-        if model_type not in _HF_ROUTING:
+        if not isinstance(model_type, str) or model_type not in _HF_ROUTING:
             raise UserError(f"{where}: model_type={model_type!r} is not supported, expected {sorted(_HF_ROUTING)}")
+        values = {**_HF_ABSENT[model_type], **values}
         for key, default in _HF_ROUTING[model_type].items():
             if values.get(key) is None:
                 values[key] = default
@@ -190,6 +193,11 @@ class ModelConfig(Section):
 _HF_ROUTING = {
     "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
+}
+# what transformers takes for a key that is not there (null, where it may be null, means none)
+_HF_ABSENT = {
+    "deepseek_v2": {"n_shared_experts": 2, "routed_scaling_factor": 1.0},
+    "deepseek_v3": {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
 }
 # what is absent, or has the first value, is what this project implements
 _HF_FIXED = {
@@ -214,13 +222,14 @@ _HF_IGNORED = {
 
 def _read_rope(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Move either spelling of the rotary settings to (rope_theta, rope_scaling)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(values.get(key), Mapping | None):
+            raise UserError(f"{where}: {key}={values[key]!r}: expected an object or null")
     new = dict(values.pop("rope_parameters", None) or {})
     scaling = dict(values.pop("rope_scaling", None) or new)
-    out = {}
-    theta = values.pop("rope_theta", None) or scaling.pop("rope_theta", None) or new.get("rope_theta")
-    scaling.pop("rope_theta", None)
-    if theta is not None:
-        out["rope_theta"] = float(theta)
+    thetas = [values.pop("rope_theta", None), scaling.pop("rope_theta", None), new.get("rope_theta")]
+    given = [theta for theta in thetas if theta is not None]
+    out = {"rope_theta": given[0]} if given else {}
     kinds = {str(scaling.pop(key)) for key in ("rope_type", "type") if key in scaling}
     for key in ("partial_rotary_factor", "attention_factor", "truncate", "rope_interleave"):
         if scaling.pop(key, None) not in (None, 1.0, True):
@@ -229,8 +238,7 @@ def _read_rope(values: dict[str, Any], where: str) -> dict[str, Any]:
         return out
     if kinds != {"yarn"}:
         raise UserError(f"{where}: rope type {sorted(kinds)} is not supported, expected 'yarn' or 'default'")
-    floats = {key: float(v) for key, v in scaling.items() if isinstance(v, int) and "position" not in key}
-    out["rope_scaling"] = {"type": "yarn", **scaling, **floats}
+    out["rope_scaling"] = {"type": "yarn", **scaling}
     return out
 
 
@@ -255,7 +263,10 @@ class Data(Section):
     @model_validator(mode="after")
     def _origin(self) -> Self:
         if not self.sources and self.path is None:
-            raise ValueError("source is required (stdlib, or files and folders of text), or path of a prepared folder")
+            raise ValueError(
+                f"source={self.source!r}: must name text (stdlib, or files and folders) where no data.path names a "
+                "prepared folder"
+            )
         if abs(sum(self.split) - 1) > 1e-9:
             raise ValueError(f"split={self.split}: the fractions must add up to 1")
         return self
@@ -339,7 +350,10 @@ class RunConfig(Section):
                 f"model.max_position_embeddings={self.model.max_position_embeddings}"
             )
         if self.train.sequence_length <= self.model.num_nextn_predict_layers:
-            raise ValueError("train.sequence_length: must exceed model.num_nextn_predict_layers")
+            raise ValueError(
+                f"train.sequence_length={self.train.sequence_length}: must exceed "
+                f"model.num_nextn_predict_layers={self.model.num_nextn_predict_layers}"
+            )
         return self
 
     def to_yaml(self) -> str:
@@ -375,9 +389,14 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            key = self.construct_object(key_node, deep=True)
+            problem = None
+            if isinstance(key, (list, dict)):
+                problem = f"a key must be a name, not {key!r}"
+            elif key in seen:
+                problem = f"key {key!r} is given twice"
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -472,11 +491,12 @@ def _set(values: dict[str, Any], path: Sequence[str], value: Any, override: str)
 
 
 def _explain(section: type[BaseModel], finding: Mapping[str, Any]) -> str:
-    # a tagged union adds its branch (e.g. "int") to the path: only names that can be written in the file are shown
-    path = [str(part) for part in finding["loc"] if not (isinstance(part, str) and "[" in part)]
+    path = list(_written(section, finding["loc"]))
     key = ".".join(path)
     if finding["type"] == "extra_forbidden":
-        known = _keys_at(section, path[:-1])
+        for part in path[:-1]:
+            section = _below(section, part)
+        known = list(section.model_fields)
         close = difflib.get_close_matches(path[-1], known, n=1)
         hint = f", did you mean {close[0]!r}?" if close else f", expected one of {', '.join(sorted(known))}"
         return f"unknown key {key}{hint}"
@@ -488,12 +508,16 @@ def _explain(section: type[BaseModel], finding: Mapping[str, Any]) -> str:
     return f"{key}={finding['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _keys_at(section: type[BaseModel], path: Sequence[str]) -> list[str]:
-    for part in path:
-        field = section.model_fields.get(part)
-        options = getattr(field.annotation, "__args__", (field.annotation,)) if field else ()
-        nested = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
-        if not nested:
-            return []
-        section = nested[0]
-    return list(section.model_fields)
+def _written(section: type[BaseModel] | None, location: Iterable[str | int]) -> Iterator[str]:
+    """The parts of a finding's location that stand in the file: pydantic adds a union's branch ("str") to it."""
+    for part in location:
+        if section is not None or isinstance(part, int):
+            yield str(part)
+        section = _below(section, part) if section is not None else None
+
+
+def _below(section: type[BaseModel], key: str | int) -> type[BaseModel] | None:
+    """The section under `key`, None where a plain value is."""
+    field = section.model_fields.get(key)
+    options = getattr(field.annotation, "__args__", (field.annotation,)) if field else ()
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)

@@ -7,6 +7,7 @@ groups and expert parallelism read this table and nothing else. Weights on disk 
 
 import hashlib
 import io
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def read(path: Path) -> ExpertPlacement:
     try:
         with np.load(path, allow_pickle=False) as file:
             return from_slots(file["slot_of_expert"], int(file["n_group"]), str(path))
-    except (OSError, KeyError, ValueError, EOFError, TypeError) as error:
+    except (OSError, KeyError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: not an expert table: {error}") from None
 
 

@@ -21,8 +21,9 @@ HARMLESS = (
     "train.micro_batch_size",
     "train.kernels",
     "train.compile",
-    # what the data is, its key says; where it lies does not matter
+    # what the data and the expert table are, their keys say; where they lie does not matter
     "data",
+    "model.expert_placement",
 )
 
 
@@ -56,7 +57,6 @@ def check_resumable(meta: Mapping[str, Any], config: RunConfig, data_key: str, w
             for key in sorted(was.keys() | new.keys())
             if was.get(key) != new.get(key) and not _is_harmless(key)
         ]
-        # a table is named in the model's section but defined by its content
         if meta["tables"] != now["tables"]:
             different.append(f"expert placement table: {meta['tables']} there, {now['tables']} now")
         if meta["data_key"] != data_key:
@@ -68,8 +68,9 @@ def check_resumable(meta: Mapping[str, Any], config: RunConfig, data_key: str, w
         raise UserError(f"{where}: its manifest lacks what a resume needs ({error})") from None
     hard = [line for line in different if line.startswith(("model.", "expert placement"))]
     if hard or (different and not force):
-        advice = "" if hard else "; take the old values, or accept the change with --force"
-        raise UserError(f"{where}: cannot go on from it: " + "; ".join(different) + advice)
+        advice = "another model needs a run of its own" if hard else "accept the change with --force"
+        listed = "; ".join(different)
+        raise UserError(f"{where}: cannot go on from it: {listed}; take the old values, or {advice}")
 
 
 def _is_harmless(key: str) -> bool:

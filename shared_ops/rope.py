@@ -25,7 +25,8 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
     low = max(math.floor(dimension(scaling.beta_fast)), 0)
     high = min(math.ceil(dimension(scaling.beta_slow)), dim - 1)
-    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    width = high - low or 0.001  # a step, without dividing by zero
+    ramp = np.clip((np.arange(dim // 2) - low) / width, 0, 1)
     return extrapolated * (1 - ramp) + extrapolated / scaling.factor * ramp
 
 

@@ -131,6 +131,8 @@ class TrainingLoop:
                 values = twin.step(batch, lr, step, interrupt.requested)
                 self.consumed += train.global_batch_size
                 stopped = values.stop > 0
+                if stopped:
+                    interrupt.settle()
                 clock.tick()
                 ends = step == last or stopped
                 if recorder and (step % train.log_steps == 0 or step == self.start + 1 or ends):

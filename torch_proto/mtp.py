@@ -23,7 +23,10 @@ class SharedHead(nn.Module):
 
 
 class MultiTokenPredictor(DecoderLayer):
-    """Hidden states of the depth before and embeddings of the tokens ahead -> hidden states of this depth."""
+    """Normalised hidden states of the depth before and embeddings of the tokens ahead -> those of this depth.
+
+    What the head reads goes on to the next depth, as where these models are served.
+    """
 
     def __init__(self, config: ModelConfig, placement: ExpertPlacement, layer: int):
         super().__init__(config, placement, layer)
@@ -36,4 +39,5 @@ class MultiTokenPredictor(DecoderLayer):
         self, hidden_TD: Tensor, embedded_TD: Tensor, cos: Tensor, sin: Tensor, visible: Tensor, mask_BS: Tensor
     ) -> tuple[Tensor, RouterStatistics | None]:
         both = torch.cat((self.enorm(embedded_TD), self.hnorm(hidden_TD)), -1)
-        return self(self.eh_proj(both), cos, sin, visible, mask_BS)
+        hidden_TD, statistics = self(self.eh_proj(both), cos, sin, visible, mask_BS)
+        return self.shared_head(hidden_TD), statistics

@@ -54,9 +54,13 @@ class Attention(nn.Module):
         self.sliding_window = sliding_window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        value_width = v.shape[-1]
+        if q.device.type == "cpu":  # its fused kernel takes one width only; without it [B, N, S, S] is in memory
+            width = max(q.shape[-1], value_width)
+            q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         heads_first = [x.transpose(1, 2) for x in (q, k, v)]
         out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible, scale=self.scale)
-        return out.transpose(1, 2)
+        return out.transpose(1, 2)[..., :value_width]
 
     def visible(self, segment_ids: Tensor) -> Tensor:
         """bool [B, 1, S, S], made once per step for all layers."""
@@ -189,7 +193,28 @@ class CrossEntropySum(nn.Module):
     """Sum of -log softmax(logits [T, V])[labels [T]] over the labels that are not -100, in fp32."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+        return _CrossEntropySum.apply(logits, labels)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Keeps logits and their log-sum-exp only: torch's own stores the log-probabilities and a gradient of zeros too."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        wide = logits.float()
+        log_sum = wide.logsumexp(-1)
+        valid = labels != IGNORED
+        picked = wide.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        ctx.save_for_backward(logits, labels, log_sum)
+        return torch.where(valid, log_sum - picked, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, labels, log_sum = ctx.saved_tensors
+        out = (logits - log_sum[:, None]).exp_()
+        out.scatter_add_(1, labels.clamp(min=0)[:, None], out.new_full((len(labels), 1), -1.0))
+        out.mul_(torch.where(labels != IGNORED, grad, 0.0)[:, None])
+        return out.to(logits.dtype), None
 
 
 class SumOfSquares(nn.Module):

@@ -50,7 +50,7 @@ def mtp_outputs(module, x, cos, sin, segments, mask, slots):
     hidden, embedded = x[: x.shape[0] // 2], x[x.shape[0] // 2 :]
     visible = module.self_attn.attention.visible(segments)
     out, statistics = module.predict(hidden, embedded, cos, sin, visible, mask)
-    return out, module.shared_head(out), statistics[1], statistics[2], statistics[0]
+    return out, statistics[1], statistics[2], statistics[0]
 
 
 class Problem:
@@ -223,20 +223,20 @@ def test_multi_token_prediction(twin):
     p = Problem("tiny_v3")
     c, layer = p.config, p.config.num_hidden_layers
     x = p.normal(2 * p.tokens, c.hidden_size)
-    dout, dnormal = p.normal(p.tokens, c.hidden_size), p.normal(p.tokens, c.hidden_size)
+    dnormal = p.normal(p.tokens, c.hidden_size)
     shape = (2, *p.segments.shape, c.hidden_size)
 
     def reference(values):
         hidden, embedded = x.reshape(shape)
-        (y, normal, statistics), cache = mtp.mtp(
+        (_, normal, statistics), cache = mtp.mtp(
             hidden, embedded, values, c, p.cos, p.sin, p.segments, rope.softmax_scale(c), **p.moe_arguments
         )
-        dhidden, dembedded, gradients = mtp.mtp_backward(dout.reshape(shape[1:]), dnormal.reshape(shape[1:]), cache)
+        dhidden, dembedded, gradients = mtp.mtp_backward(dnormal.reshape(shape[1:]), cache)
         flat = (p.tokens, c.hidden_size)
         balance, z = statistics.balance_loss / c.aux_loss_alpha, statistics.z_loss / c.router_z_loss_coef
-        results = [y.reshape(flat), normal.reshape(flat), balance, z, statistics.counts]
+        results = [normal.reshape(flat), balance, z, statistics.counts]
         return results, np.concatenate((dhidden, dembedded)).reshape(x.shape), gradients
 
-    cotangents = [dout, dnormal, c.aux_loss_alpha, c.router_z_loss_coef, np.zeros(c.n_routed_experts)]
+    cotangents = [dnormal, c.aux_loss_alpha, c.router_z_loss_coef, np.zeros(c.n_routed_experts)]
     compare(p, twin, lambda m: m.MultiTokenPredictor(c, p.placement, layer), f"model.layers.{layer}.", mtp_outputs, x,
-            cotangents, reference, exact=(4,))  # fmt: skip
+            cotangents, reference, exact=(3,))  # fmt: skip

@@ -203,7 +203,8 @@ def cases() -> list[Case]:
     return [
         Case("linear", ops.Linear, linear, (normal(2, 9, 20), normal(7, 20))),
         Case("linear many rows", ops.Linear, linear, (normal(450, 34), normal(150, 34)), only_kernels=True),
-        Case("linear many columns", ops.Linear, linear, (normal(40, 530), normal(470, 530)), only_kernels=True),
+        Case("linear many columns", ops.Linear, linear, (normal(40, 530), normal(470, 530)),
+             only_kernels=True),
         Case("linear 1 row", ops.Linear, linear, (normal(1, 48), normal(5, 48))),
         Case("linear strided", ops.Linear, linear, (normal(5, 33), normal(48, 5)), transposed=True),
         norm("rms_norm", 1e-6, normal(3, 5, 37), 1 + normal(37, std=0.3)),
@@ -307,8 +308,11 @@ def use(backend: str) -> None:
         ops.select(backend)
     except UserError as error:
         pytest.skip(str(error))
+
+
+def set_threads(backend: str, threads: int) -> None:
     if backend == "cpu_kernels":
-        ctypes.CDLL(str(cpu_kernels.library())).set_threads(THREADS)
+        ctypes.CDLL(str(cpu_kernels.library())).set_threads(threads)
 
 
 @functools.cache
@@ -318,7 +322,9 @@ def results(backend: str):
     indices = [i for i, c in enumerate(CASES) if backend == "cpu_kernels" or not c.only_kernels]
     flat = [Tensor(a) for i in indices for a in (*CASES[i].inputs, expected(i)[1])]
     net = AllCases(indices)
+    set_threads(backend, THREADS)
     runs = [to_numpy(net(*flat)) for _ in range(2)]
+    set_threads(backend, cpu_kernels.threads())
     return [dict(zip(indices, run, strict=True)) for run in runs]
 
 
@@ -329,8 +335,8 @@ def backend_of_the_process(monkeypatch):
 
 
 BACKENDS = ("composite", "cpu_kernels")
-RUNS = [pytest.param(backend, i, id=f"{backend}-{c.name}") for backend in BACKENDS for i, c in enumerate(CASES)
-        if backend == "cpu_kernels" or not c.only_kernels]
+RUNS = [pytest.param(backend, i, id=f"{backend}-{c.name}") for backend in BACKENDS
+        for i, c in enumerate(CASES) if backend == "cpu_kernels" or not c.only_kernels]
 
 
 def error(actual, wanted):
@@ -388,6 +394,27 @@ def test_sum_of_squares_is_accurate_on_large_tensors(backend):
     assert abs(total - exact) <= 1e-6 * exact
 
 
+def test_kernels_do_not_hide_nan():
+    use("cpu_kernels")
+    x = np.ones((2, 3, 1, 4), np.float32)
+    x[0, 1, 0, 2] = np.nan
+    flat, ids = Tensor(x.reshape(6, 4)), Tensor(np.ones((2, 3), np.int32))
+    labels, slots = Tensor(np.zeros(6, np.int32)), Tensor(np.zeros((6, 1), np.int32))
+    matrix, experts = Tensor(np.ones((4, 4), np.float32)), Tensor(np.ones((1, 8, 4), np.float32))
+    weights = Tensor(np.ones((6, 1), np.float32))
+    outputs = {
+        "linear": ops.Linear()(flat, matrix),
+        "rms_norm": ops.RMSNorm(1e-6)(flat, matrix[0]),
+        "swiglu": ops.SwiGLU()(flat, flat),
+        "attention": ops.Attention(1.0)(Tensor(x), Tensor(x), Tensor(np.ones_like(x)), ids),
+        "experts": ops.RoutedExperts(1, 1)(flat, slots, weights, experts, experts[:, :4]),
+        "cross_entropy": ops.CrossEntropySum()(flat, labels),
+        "sum_of_squares": ops.SumOfSquares()(flat),
+    }
+    assert {name for name, y in outputs.items() if not np.isnan(y.asnumpy()).any()} == set()
+    assert not np.isnan(outputs["attention"].asnumpy()[1]).any()
+
+
 # ------------------------------------------------------------------------------ choosing and building
 
 @pytest.fixture
@@ -429,6 +456,8 @@ def test_forced_backends(fresh_choice):
 
 def test_builders_at_once_and_a_damaged_library(fresh_choice, tmp_path):
     fresh_choice.setenv("XDG_CACHE_HOME", str(tmp_path))
+    quick = tuple(flag.replace("-O3", "-O0") for flag in cpu_kernels.FLAGS)
+    fresh_choice.setattr(cpu_kernels, "FLAGS", quick)
     try:
         command = cpu_kernels._command()
     except cpu_kernels.Unavailable as error:
