@@ -25,13 +25,15 @@ _PAD_NAMES = ("<｜▁pad▁｜>", PAD, "<pad>", "[PAD]")
 _SMALLEST = 3 + 256
 
 # How DeepSeek-V3's tokenizer cuts text before merging: digits by three, runs of Chinese and Japanese, words
-# with one leading character, punctuation, line ends, spaces. Its `+` and `*` are bounded here, since the time
-# to learn from one cut grows with the square of its length: a megabyte of spaces would take hours.
+# with one leading character, punctuation, line ends, spaces. Two differences: runs are at most 128 long, as
+# the time to learn from one cut grows with the square of its length (a megabyte of spaces would take hours);
+# and for the same reason the last rule cuts runs of what is none of these, such as NUL.
 _CUTS = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]{1,128}",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]{1,128}|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]{1,128}"""
-    r"| ?[\p{P}\p{S}]{1,128}[\r\n]{0,128}|\s{0,128}[\r\n]{1,128}|\s{1,128}(?!\S)|\s{1,128}",
+    r"| ?[\p{P}\p{S}]{1,128}[\r\n]{0,128}|\s{0,128}[\r\n]{1,128}|\s{1,128}(?!\S)|\s{1,128}"
+    r"|[^\s\p{L}\p{M}\p{N}\p{P}\p{S}]{1,128}",
 )
 
 

@@ -1,6 +1,7 @@
 """The tokenizer: exact size, same result every time, lossless, one BOS and one EOS whatever the text."""
 
 import json
+import time
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -63,6 +64,16 @@ def test_a_tokenizer_that_is_not_divisible_gets_whole_texts(tmp_path, monkeypatc
     whole = loaded.encode([LINES])[0].tolist()
     monkeypatch.setattr(bpe, "PIECE", 60)
     assert loaded.encode([LINES])[0].tolist() == whole
+
+
+@pytest.mark.parametrize("run", ["\0", " ", "\n", "\t\n", "a", "=", "7", "\u0301", "漢", "\U0001f600", "\1 "])
+def test_endless_runs_are_learnt_from_and_encoded_in_linear_time(run):
+    text = run * 150_000
+    begin = time.monotonic()
+    learnt = bpe.train([*TEXTS, text], 262)
+    (ids,) = learnt.encode([text])
+    assert time.monotonic() - begin < 10, "0.2 s is usual, a minute and more where the time is quadratic"
+    assert learnt.backend.decode(ids[1:-1].tolist(), skip_special_tokens=False) == text
 
 
 def test_too_little_text_names_a_size_that_works():
