@@ -10,7 +10,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 POLL_SECONDS = 0.2
 LINGER_SECONDS = 1.5  # rank 0 shows another rank's end before msrun ends rank 0
 _PR_SET_PDEATHSIG = 1
+_console: list[tuple[int, int]] = []  # in rank 0: msrun's standard output, and the parent whose end tells of msrun's
 
 
 def role() -> str | None:
@@ -36,6 +36,14 @@ def enter(on_death: Callable[[str], None]) -> None:
         _scheduler()
 
 
+def take_console() -> None:
+    """If msrun is gone, and with it the tail of this rank's log: print to the console that msrun had."""
+    for console, parent in _console:
+        if os.getppid() != parent:
+            os.dup2(console, 1)
+            os.dup2(console, 2)
+
+
 def leave() -> None:
     """End a worker whose work is done at once: mindspore's own shutdown on CPU takes six to ten seconds."""
     sys.stdout.flush()
@@ -52,7 +60,7 @@ def _worker(on_death: Callable[[str], None]) -> None:
         os.setsid()
         _signal_when_parent_dies(signal.SIGTERM, parent)
         if console is not None:
-            threading.Thread(target=_take_console, args=(console, parent), daemon=True).start()
+            _console.append((console, parent))
         return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os.kill(child, signal.SIGTERM))
@@ -99,14 +107,6 @@ def _console_of(launcher: int) -> int | None:
         return os.open(f"/proc/{launcher}/fd/1", os.O_WRONLY | os.O_APPEND)
     except OSError:
         return None
-
-
-def _take_console(console: int, parent: int) -> None:
-    """Once msrun is gone, what this process prints goes to msrun's console and no longer to the log alone."""
-    while os.getppid() == parent:
-        time.sleep(POLL_SECONDS)
-    os.dup2(console, 1)
-    os.dup2(console, 2)
 
 
 def _has_workers(launcher: int) -> bool:

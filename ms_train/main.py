@@ -22,6 +22,7 @@ def main(argv: Sequence[str]) -> None:
         os.environ.setdefault(name, value)
     rank, world_size = int(os.environ.get("RANK_ID", 0)), int(os.environ.get("MS_WORKER_NUM", 1))
     loop = TrainingLoop(config, "ms_train", rank, world_size, resume, force)
+    loop.on_stop = launcher.take_console
     launcher.enter(lambda how: FailureWatch(loop.folder.failures, rank, world_size).report(RuntimeError(how)))
 
     from ms_train.parallel import Parallel

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -74,6 +74,7 @@ class TrainingLoop:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.resume, self.force = resume, force
         self.folder = RunFolder(config.run.dir, config.run.name, twin_name).create()
+        self.on_stop: Callable[[], None] = lambda: None  # called when the ranks have agreed to stop early
         config.micro_batches(world_size)  # refuses what does not divide before any work is done
 
     def prepare(self) -> None:
@@ -133,6 +134,7 @@ class TrainingLoop:
                 stopped = values.stop > 0
                 if stopped:
                     interrupt.settle()
+                    self.on_stop()
                 clock.tick()
                 ends = step == last or stopped
                 if recorder and (step % train.log_steps == 0 or step == self.start + 1 or ends):

@@ -104,7 +104,8 @@ def read(path: Path) -> dict[str, Class]:
 
 
 FILES = sorted(path.name for path in (ROOT / "torch_proto").glob("*.py"))
-PAIRS = {name: tuple(read(ROOT / twin / name) for twin in TWINS) for name in FILES if (ROOT / "ms_train" / name).exists()}
+COMMON = [name for name in FILES if (ROOT / "ms_train" / name).exists()]
+PAIRS = {name: tuple(read(ROOT / twin / name) for twin in TWINS) for name in COMMON}
 # what a function returns: torch names the parts, a MindSpore graph returns plain tuples
 CONTAINERS = {name for _, torch in PAIRS.values() for name, c in torch.items() if "NamedTuple" in c.bases}
 
@@ -185,7 +186,8 @@ def both_models(config: ModelConfig, seed: int, monkeypatch):
         states = checkpoint.StateMap(model.DeepseekForCausalLM(config, 32))
         states.initialise(seed)
         stacked = {p.name: p.stacked_experts for p in manifest(config)}
-        yield {name: (states.take(p, False), states.take(p, stacked.get(name, False))) for name, p in states.named.items()}
+        named = states.named.items()
+        yield {name: (states.take(p, False), states.take(p, stacked.get(name, False))) for name, p in named}
 
 
 @pytest.mark.parametrize(

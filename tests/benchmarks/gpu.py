@@ -117,8 +117,8 @@ def serve(name: str, config: RunConfig) -> None:
     began = time.perf_counter()
     step = transformers_step(config) if name == "transformers" else twin_step(config, name)
     losses = [step() for _ in range(5)]
-    got_there = time.perf_counter() - began
-    print(json.dumps({"ready": f"losses {losses[0]:.4f} … {losses[-1]:.4f}, {got_there:.0f} s to get there"}), flush=True)
+    ready = f"losses {losses[0]:.4f} … {losses[-1]:.4f}, {time.perf_counter() - began:.0f} s to get there"
+    print(json.dumps({"ready": ready}), flush=True)
     for line in sys.stdin:
         if line.strip() == "end":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

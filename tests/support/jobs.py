@@ -17,7 +17,8 @@ SMALL = ["train.sequence_length=72", "train.global_batch_size=4", "train.log_ste
 def prepare_text(folder: Path) -> Path:
     """A prepared folder of a megabyte of real text: parts of the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
-    sources = [str(library / name) for name in ("asyncio", "email", "json", "logging", "unittest", "http", "xml")]
+    packages = ("asyncio", "email", "json", "logging", "unittest", "http", "xml")
+    sources = sorted(str(path) for name in packages for path in (library / name).rglob("*.py"))
     prepare(sources, folder, "train:4096", 0, (0.9, 0.1), workers=2, quiet=True)
     return folder
 

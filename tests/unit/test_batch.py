@@ -15,7 +15,8 @@ def row(ids, segments):
     labels = np.full_like(ids, IGNORED)
     same = (segments[1:] == segments[:-1]) & (segments[1:] != 0)
     labels[:-1][same] = ids[1:][same]
-    return {"input_ids": ids, "labels": labels, "segment_ids": segments, "position_ids": np.arange(len(ids), dtype=np.int32)}
+    positions = np.arange(len(ids), dtype=np.int32)
+    return {"input_ids": ids, "labels": labels, "segment_ids": segments, "position_ids": positions}
 
 
 def batch(*rows, depths=2) -> Batch:

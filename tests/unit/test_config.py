@@ -119,9 +119,9 @@ def test_overrides_of_sections_that_the_file_leaves_out():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e-3", 1e-3), ("1E-3", 1e-3), ("1.e-3", 1e-3), (".5e-2", 5e-3), ("2.0e-3", 2e-3), ("+1e3", 1e3),
-                        ("1", 1.0)]
-)  # fmt: skip
+    ("text", "value"),
+    [("1e-3", 1e-3), ("1E-3", 1e-3), ("1.e-3", 1e-3), (".5e-2", 5e-3), ("2.0e-3", 2e-3), ("+1e3", 1e3), ("1", 1.0)],
+)
 def test_numbers_are_written_as_everywhere(tmp_path, text, value):
     assert load_run_config(None, [f"optim.lr={text}"]).optim.lr == value
     assert read_yaml(run_file(tmp_path, f"lr: {text}\n"))["lr"] == value
@@ -402,12 +402,13 @@ def test_sections_and_keys_that_scripts_rely_on():
     keys = {
         "run": "name dir seed",
         "data": "source path tokenizer split",
-        "train": "steps stop_after global_batch_size micro_batch_size sequence_length precision validate_steps log_steps",
+        "train": "steps stop_after global_batch_size micro_batch_size sequence_length precision validate_steps "
+                 "log_steps",
         "optim": "lr warmup_steps schedule betas eps weight_decay clip_grad_norm bias_update_rate",
         "parallel": "dp",
         "checkpoint": "save_steps save_total_limit",
         "monitor": "",
-    }
+    }  # fmt: skip
     assert set(keys) | {"model"} == set(RunConfig.model_fields)
     for section, names in keys.items():
         assert set(names.split()) <= set(RunConfig.model_fields[section].annotation.model_fields)

@@ -226,4 +226,5 @@ def test_the_configuration_names_a_table(tmp_path):
     expert_table.write(seeded_hash(12, 2, 9), path)
     refused(lambda: placement_of(model(expert_placement=str(path))), str(path), "12 experts in 2 groups", "12 in 4")
     for wrong in ("contigous", "hash:", "hash:x", "hash:-1", str(tmp_path / "none.npz"), str(tmp_path)):
-        refused(lambda wrong=wrong: placement_of(model(expert_placement=wrong)), f"expert_placement={wrong!r}", "hash:SEED")
+        config = model(expert_placement=wrong)
+        refused(lambda config=config: placement_of(config), f"expert_placement={wrong!r}", "hash:SEED")

@@ -96,8 +96,9 @@ def test_seeds_names_and_neighbours_are_independent():
 
 def test_the_parameters_of_a_model_are_all_different():
     config = load_model_config("tiny_v3")
-    first = {p.name: initial_value(p, 0, 0.02).reshape(-1)[:8].tobytes() for p in manifest(config) if p.init == "normal"}
-    assert len(set(first.values())) == len(first)
+    drawn = [p for p in manifest(config) if p.init == "normal"]
+    first = {initial_value(p, 0, 0.02).reshape(-1)[:8].tobytes() for p in drawn}
+    assert len(first) == len(drawn) > 20
 
 
 # --- distribution ------------------------------------------------------------------------------------------------
