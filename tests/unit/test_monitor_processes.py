@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared_ops.monitor.failure import FailureWatch, process_start_time
-from shared_ops.monitor.interrupt import Interrupt
+from shared_ops.monitor.interrupt import SAME_SECONDS, Interrupt
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -194,9 +194,10 @@ def test_the_first_signal_asks_and_the_second_ends(number):
 
     process = start(LOOP, "stubborn")
     process.stdout.readline()
-    for _ in range(2):
+    for pause in (0.2, SAME_SECONDS + 0.3, 0.2):  # the second comes with the first, as from a launcher; the third counts
         process.send_signal(number)
-        time.sleep(0.2)
+        assert process.poll() is None
+        time.sleep(pause)
     out, err = process.communicate(timeout=10)
     assert process.returncode == 128 + number and out == "" and "Traceback" not in err
 
@@ -213,10 +214,27 @@ with Interrupt():
 """
     )
     process.stdout.readline()
-    for _ in range(2):
-        time.sleep(0.2)
+    for pause in (0.2, SAME_SECONDS + 0.3):
+        time.sleep(pause)
         process.send_signal(number)
     assert ends(process, 5)[0] == 128 + number
+
+
+def test_a_step_that_does_not_end_is_left():
+    process = start(
+        HANG
+        + """
+from shared_ops.monitor.interrupt import Interrupt
+with Interrupt(patience=0.3):
+    print("ready", flush=True)
+    hang()
+"""
+    )
+    process.stdout.readline()
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    code, message = ends(process, 5)
+    assert code == 128 + signal.SIGTERM and "leaving without saving" in message
 
 
 def test_handlers_are_restored():
