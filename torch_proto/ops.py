@@ -98,7 +98,7 @@ class RoutedExperts(nn.Module):
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        counts = torch.bincount(flat, minlength=self.n_slots)
+        counts = (flat[:, None] == torch.arange(self.n_slots, device=flat.device)).sum(0)
         sorted_x = _ToExperts.apply(x, order, inverse, self.top_k)
         gate, up = grouped_linear(sorted_x, gate_up.to(x.dtype), counts).chunk(2, -1)
         sorted_y = grouped_linear(self.swiglu(gate, up), down.to(x.dtype), counts)
@@ -139,31 +139,49 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows of x [M, in], sorted by group, times weight [E, out, in] of their group; counts int [E] adds up to M."""
     if x.is_cuda and x.dtype == torch.bfloat16:
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
-    return _GroupedLinear.apply(x, weight, counts)
+    return _grouped_linear(x.contiguous(), weight, counts)
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """One matrix product per non-empty group, each straight into its place."""
+@torch.library.custom_op("torch_proto::grouped_linear", mutates_args=())
+def _grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """One matrix product per group, each straight into its place. A custom operator: torch.compile need not look in."""
+    rows = counts.tolist()
+    out = x.new_empty(len(x), weight.shape[1])
+    for part, to, w in zip(x.split(rows), out.split(rows), weight, strict=True):
+        torch.mm(part, w.T, out=to)
+    return out
 
-    @staticmethod
-    def forward(ctx, x, weight, counts):
-        ctx.save_for_backward(x, weight)
-        ctx.counts = counts = counts.tolist()
-        out = x.new_empty(len(x), weight.shape[1])
-        for part, to, w in zip(x.split(counts), out.split(counts), weight, strict=True):
-            torch.mm(part, w.T, out=to)
-        return out
 
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x, grad_w = torch.empty_like(x), torch.empty_like(weight)
-        parts = (t.split(ctx.counts) for t in (x, grad, grad_x))
-        for part, g, to_x, w, to_w in zip(*parts, weight, grad_w, strict=True):
-            torch.mm(g, w, out=to_x)
-            torch.mm(g.T, part, out=to_w)
-        return grad_x, grad_w, None
+@torch.library.custom_op("torch_proto::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    rows, grad = counts.tolist(), grad.contiguous()
+    grad_x, grad_w = torch.empty_like(x), torch.empty_like(weight)
+    parts = (t.split(rows) for t in (x, grad, grad_x))
+    for part, g, to_x, w, to_w in zip(*parts, weight, grad_w, strict=True):
+        torch.mm(g, w, out=to_x)
+        torch.mm(g.T, part, out=to_w)
+    return grad_x, grad_w
+
+
+@_grouped_linear.register_fake
+def _(x, weight, counts):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_grouped_linear_backward.register_fake
+def _(grad, x, weight, counts):
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):
+    return *_grouped_linear_backward(grad, *ctx.saved_tensors), None
+
+
+_grouped_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 class TopK(nn.Module):

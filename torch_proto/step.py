@@ -38,14 +38,16 @@ class TrainStep:
         self.clip = ClipByGlobalNorm(config.optim.clip_grad_norm)
         biases = [p for name, p in model.named_parameters() if name.endswith(CORRECTION_BIAS)]
         self.update_bias = CorrectionBiasUpdate(biases, config.optim.bias_update_rate)
-        self.forward = torch.compile(model) if config.train.compile else model
+        if config.train.compile:  # layer by layer: layers of one kind share their code
+            for part in (*model.model.layers, model.cross_entropy):
+                part.compile()
 
     def __call__(self, batch: Batch, lr: float, stop: bool = False) -> StepResult:
         denominators = self.parallel.sum(batch.denominators.clone())
         reported, counts = torch.zeros(4, device=denominators.device), 0
         for micro in range(self.micro_batches):
             part = micro_batch(batch, micro * self.micro_rows, self.micro_rows)
-            sums = self.forward(*part[:5])
+            sums = self.model(*part[:5])
             total, *parts = self.total_loss(sums, denominators)
             total.backward()
             reported[:3] += torch.stack(parts).detach()
