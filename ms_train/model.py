@@ -7,11 +7,11 @@ K = 1 + multi-token prediction depths (depth 0 is the main model).
 import mindspore as ms
 from mindspore import nn
 
+from ms_train import ops
 from ms_train.block import DecoderLayer
 from ms_train.linear import Embedding, Linear
 from ms_train.mtp import MultiTokenPredictor
 from ms_train.norm import RMSNorm
-from ms_train import ops
 from ms_train.rope import RotaryTable
 from shared_ops.config import ModelConfig
 from shared_ops.expert_table import placement_of

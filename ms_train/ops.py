@@ -14,9 +14,8 @@ Shapes: B rows, S sequence, T tokens, N heads, D hidden, E expert slots, K slots
 
 import logging
 
-import numpy as np
-
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import (
     GroupedMatmul,

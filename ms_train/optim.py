@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, nn
 
 from ms_train.ops import SumOfSquares
 from shared_ops.config import Optim
@@ -17,17 +17,17 @@ class ClipByGlobalNorm(nn.Cell):
         super().__init__()
         self.max_norm = max_norm
         self.sum_of_squares = SumOfSquares()
+        self.map = ms.ops.HyperMap()
+        self.add = ms.ops.AddN()
 
     def construct(self, gradients):
-        total = Tensor(0.0, ms.float32)
-        for gradient in gradients:
-            total = total + self.sum_of_squares(gradient)
-        norm = ms.ops.sqrt(total)
+        norm = ms.ops.sqrt(self.add(self.map(self.sum_of_squares, gradients)))
         coefficient = ms.ops.minimum(self.max_norm / (norm + 1e-6), 1.0)
-        clipped = ()
-        for gradient in gradients:
-            clipped = clipped + (gradient * coefficient,)
-        return clipped, norm
+        return self.map(ms.ops.partial(_scale, coefficient), gradients), norm
+
+
+def _scale(factor, tensor):
+    return tensor * factor
 
 
 class AdamW(nn.Cell):
@@ -38,29 +38,35 @@ class AdamW(nn.Cell):
         named = {p.name: p for p in model.get_parameters()}
         trained = [p for p in parameters if p.trainable]
         self.names = [p.name for p in trained]
-        self.decayed = [p.decay for p in trained]
+        self.decayed = tuple(p.decay for p in trained)
         self.parameters = ParameterTuple([named[name] for name in self.names])
         self.first = self.parameters.clone("adam_m", init="zeros")
         self.second = self.parameters.clone("adam_v", init="zeros")
         self.betas, self.eps, self.weight_decay = tuple(optim.betas), optim.eps, optim.weight_decay
         self.adam = ms.ops.Adam()
         self.assign = ms.ops.Assign()
+        self.map = ms.ops.HyperMap()  # a Python loop that grows a tuple costs quadratic compile time
 
-    def construct(self, gradients, lr, beta1_power, beta2_power):
-        """One step; `beta1_power` is beta1^t of update t, fp32 scalars. Adam's kernel adds eps to sqrt(v) before
-        the bias correction, torch after: eps * sqrt(1 - beta2^t) makes them the same."""
-        eps = self.eps * ms.ops.sqrt(1.0 - beta2_power)
-        done = ()
-        for i in range(len(self.decayed)):
-            gradient = gradients[i]
-            if self.decayed[i]:
-                keep = 1.0 - lr * self.weight_decay
-                gradient = ms.ops.depend(gradient, self.assign(self.parameters[i], self.parameters[i] * keep))
-            done = done + (
-                self.adam(self.parameters[i], self.first[i], self.second[i], beta1_power, beta2_power, lr,
-                          self.betas[0], self.betas[1], eps, gradient),
-            )  # fmt: skip
-        return done
+    def construct(self, gradients, keep, lr, eps):
+        """One step with the scalars of `rates`."""
+        update = ms.ops.partial(self._update_parameter, keep, lr, eps)
+        return self.map(update, self.decayed, self.parameters, self.first, self.second, gradients)
+
+    def _update_parameter(self, keep, lr, eps, decayed, parameter, first, second, gradient):
+        if decayed:
+            gradient = ms.ops.depend(gradient, self.assign(parameter, parameter * keep))
+        beta1, beta2 = self.betas
+        no_power = 0.0  # the bias correction is in lr and eps already
+        return self.adam(parameter, first, second, no_power, no_power, lr, beta1, beta2, eps, gradient)
+
+    def rates(self, lr: float, update: int) -> tuple[float, float, float]:
+        """(factor on decayed parameters, learning rate and eps with the bias correction of update 1, 2, …).
+
+        Computed on the host in double precision: 1 - beta2^t loses digits in fp32. Adam's kernel adds eps to sqrt(v)
+        before the correction, torch after it: eps sqrt(1 - beta2^t) makes them the same.
+        """
+        first, second = (1.0 - beta**update for beta in self.betas)
+        return 1.0 - lr * self.weight_decay, lr * second**0.5 / first, self.eps * second**0.5
 
     def moments(self) -> dict[str, tuple[Parameter, Parameter]]:
         """First and second moment of each trained parameter."""

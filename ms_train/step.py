@@ -28,8 +28,8 @@ class MicroBatchLoss(nn.Cell):
 
 
 class TrainStep(nn.Cell):
-    """Call with this rank's rows (the six tensors of `shared_ops.batch.Batch`), the learning rate, the powers of both
-    betas and whether this rank asks to stop; parameters, moments and bias change in place.
+    """Call with this rank's rows (the six tensors of `shared_ops.batch.Batch`), the scalars of `AdamW.rates` and whether
+    this rank asks to stop; parameters, moments and bias change in place.
 
     Returns, of the whole global batch: loss, aux_loss, mtp_loss, stop (ranks that ask to), as [4]; the gradient norm;
     and the tokens of each expert [L, E].
@@ -47,13 +47,14 @@ class TrainStep(nn.Cell):
         self.sum, self.sum_all = parallel.sum(), parallel.sum_all()
         self.concat = ms.ops.Concat(0)
         self.gather = ms.ops.Gather()
+        self.map, self.add = ms.ops.HyperMap(), ms.ops.Add()
         self.row_numbers = Tensor(np.arange(self.micro_rows, dtype=np.int32))
         self.shapes = tuple(p.shape for p in self.optimizer.parameters)
         self.counts_shape = (len(config.model.moe_layers), config.model.n_routed_experts)
 
     @ms.jit
     def construct(
-        self, input_ids, labels, router_mask, position_ids, segment_ids, denominators, lr, beta1_power, beta2_power, stop
+        self, input_ids, labels, router_mask, position_ids, segment_ids, denominators, keep, lr, eps, stop
     ):  # fmt: skip
         denominators = self.sum(denominators)
         reported, counts, gradients = self.accumulate(
@@ -63,7 +64,7 @@ class TrainStep(nn.Cell):
         summed = self.sum_all(gradients + (reported, counts))
         gradients, reported, counts = summed[:-2], summed[-2], summed[-1]
         gradients, norm = self.clip(gradients)
-        norm = ms.ops.depend(norm, self.optimizer(gradients, lr, beta1_power, beta2_power))
+        norm = ms.ops.depend(norm, self.optimizer(gradients, keep, lr, eps))
         if self.has_bias:
             norm = ms.ops.depend(norm, self.update_bias(counts))
         return reported, norm, counts
@@ -91,10 +92,7 @@ class TrainStep(nn.Cell):
             )  # fmt: skip
             (_, more_reported, more_counts), more = self.gradient(*part, denominators)
             reported, counts = reported + more_reported, counts + more_counts
-            added = ()
-            for i in range(len(self.shapes)):
-                added = added + (gradients[i] + more[i],)
-            gradients = added
+            gradients = self.map(self.add, gradients, more)
             row = row + self.micro_rows
         return reported, counts, gradients
 

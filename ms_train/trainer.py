@@ -41,8 +41,8 @@ class Trainer:
 
     def step(self, batch: Batch, lr: float, update: int, stop: bool) -> StepValues:
         """Update number `update` (1, 2, …)."""
-        powers = (beta**update for beta in self.config.optim.betas)
-        scalars = (Tensor(float(value), ms.float32) for value in (lr, *powers, stop))
+        rates = self.train_step.optimizer.rates(lr, update)
+        scalars = (Tensor(float(value), ms.float32) for value in (*rates, stop))
         reported, norm, counts = self.train_step(*to_device(batch), *scalars)
         loss, aux_loss, mtp_loss, stops = reported.asnumpy().tolist()
         return StepValues(loss, aux_loss, mtp_loss, float(norm.asnumpy()), stops, counts.asnumpy())

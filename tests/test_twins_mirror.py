@@ -33,6 +33,7 @@ METHODS = {
     ("step.py", "TrainStep", "accumulate"): "the loop over micro-batches as a function of the graph",
     ("optim.py", "AdamW", "update"): "torch's AdamW is no module; MindSpore's is called",
     ("optim.py", "AdamW", "set_step"): "torch counts the updates itself; MindSpore's step is told",
+    ("optim.py", "AdamW", "rates"): "the bias correction, which torch makes inside",
     ("parallel.py", "Parallel", "barrier"): "a compiled sum of its own; torch's trainer sums directly",
 }
 ATTRIBUTES = {

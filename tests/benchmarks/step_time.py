@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 CONTESTANTS = ("transformers", "torch_proto", "torch_compiled", "ms_train")  # torch_compiled: train.compile=true
 BASE = ["model.num_nextn_predict_layers=0", "model.aux_loss_alpha=0", "run.name=benchmark"]

@@ -9,10 +9,9 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import mindspore as ms
 import numpy as np
 import pytest
-
-import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore import ops as ms_ops
 
