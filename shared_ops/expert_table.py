@@ -15,6 +15,7 @@ import numpy as np
 
 from shared_ops.config import ModelConfig
 from shared_ops.errors import UserError
+from shared_ops.files import write_atomically
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,13 +139,10 @@ def _spread(loads: np.ndarray, bins: int) -> np.ndarray:
 
 
 def write(placement: ExpertPlacement, path: Path) -> None:
-    """Write a table as .npz (slot_of_expert, n_group), through a temporary file."""
-    path = Path(path)
+    """Write a table as .npz (slot_of_expert, n_group)."""
     buffer = io.BytesIO()
     np.savez(buffer, slot_of_expert=placement.slot_of_expert, n_group=np.int32(placement.n_group))
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(buffer.getvalue())
-    temporary.replace(path)
+    write_atomically(Path(path), buffer.getvalue())
 
 
 def read(path: Path) -> ExpertPlacement:

@@ -37,7 +37,7 @@ import numpy as np
 import xxhash
 
 from shared_ops.errors import UserError
-from shared_ops.monitor.files import sync_file, sync_folder, write_atomically
+from shared_ops.files import sync, write_atomically
 
 FORMAT, FORMAT_VERSION = "training-state", 1
 MANIFEST, STATE = "manifest.json", "state.h5"
@@ -101,14 +101,14 @@ class StepWriter:
         }
         manifest["checksum"] = _manifest_checksum(manifest)
         with _disk_errors(self.target):
-            sync_folder(self.folder)
+            sync(self.folder)
             write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
             replaced = self.checkpoints_dir / f".replaced-{self.target.name}"
             if self.target.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.rename(self.target, replaced)
             os.rename(self.folder, self.target)
-            sync_folder(self.checkpoints_dir)
+            sync(self.checkpoints_dir)
             shutil.rmtree(replaced, ignore_errors=True)
         self._unlock()
         return self.target
@@ -144,7 +144,7 @@ def write_shard(path: Path, arrays: Iterable[tuple[str, np.ndarray | ArraySlice]
         raise
     with _disk_errors(path):
         file.close()
-        sync_file(path)
+        sync(path)
         return {"size": path.stat().st_size, "xxh3_64": _file_checksum(path)}
 
 

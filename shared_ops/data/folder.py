@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared_ops.errors import UserError
+from shared_ops.files import sync
 
 
 @contextmanager
@@ -40,11 +41,11 @@ def staged(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         if folder.exists():
             os.rename(folder, old)
         os.rename(temporary, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         _remove(temporary, old)
 
@@ -73,11 +74,3 @@ def _remove(*folders: Path) -> None:
     for folder in folders:
         if folder.exists():
             shutil.rmtree(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shared_ops.errors import EXIT_BAD_INPUT, UserError
-from shared_ops.monitor.files import write_atomically
+from shared_ops.files import write_atomically
 
 POLL_SECONDS = 0.5
 # How long a rank stays once it knows: as soon as the launcher sees the first exit code, it ends all ranks and

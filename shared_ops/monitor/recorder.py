@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import numpy as np
 from rich.console import Console
 
-from shared_ops.monitor.files import sync_folder
+from shared_ops.files import sync
 from shared_ops.monitor.health import remarks
 from shared_ops.monitor.history import TRAIN_KEYS, History, Row, encode_number, load_imbalance, parse_row
 from shared_ops.monitor.progress import Progress, duration
@@ -159,7 +159,7 @@ def keep_rows(metrics: Path, last_step: int) -> int:
         target.flush()
         os.fsync(target.fileno())
     os.replace(temporary, metrics)
-    sync_folder(metrics.parent)
+    sync(metrics.parent)
     return dropped
 
 

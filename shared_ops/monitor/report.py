@@ -14,7 +14,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from shared_ops.errors import UserError
-from shared_ops.monitor.files import write_atomically
+from shared_ops.files import write_atomically
 from shared_ops.monitor.health import remarks
 from shared_ops.monitor.history import History
 from shared_ops.monitor.page import PAGE

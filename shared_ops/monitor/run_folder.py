@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shared_ops.errors import UserError
-from shared_ops.monitor.files import write_atomically
+from shared_ops.files import write_atomically
 
 TWINS = ("ms_train", "torch_proto")
 _STEP = re.compile(r"step_(\d{8,})")

@@ -195,8 +195,8 @@ def test_the_first_signal_asks_and_the_second_ends(number):
     process = start(LOOP, "stubborn")
     process.stdout.readline()
     for pause in (0.2, SAME_SECONDS + 0.3, 0.2):  # the second comes with the first, as from a launcher; the third counts
-        process.send_signal(number)
         assert process.poll() is None
+        process.send_signal(number)
         time.sleep(pause)
     out, err = process.communicate(timeout=10)
     assert process.returncode == 128 + number and out == "" and "Traceback" not in err

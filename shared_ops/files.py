@@ -4,17 +4,8 @@ import os
 from pathlib import Path
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` (new files, renames) durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Make the content of `path` durable."""
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder (new files, renames), durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,4 +25,4 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
