@@ -386,6 +386,8 @@ class _CompositeSumOfSquares(SumOfSquares):
 # Where no class follows, the composite is what an Ascend runs too: its compiler fuses those few operations.
 
 class _NativeRMSNorm(RMSNorm):
+    """The kernel multiplies by w before it rounds: in bf16 one rounding less than the contract says."""
+
     def __init__(self, eps: float):
         super().__init__(eps)
         self.rms_norm = ops.RmsNorm(eps)
@@ -415,9 +417,11 @@ class _NativeRotary(Rotary):
 class _NativeAttention(_CompositeAttention):
     """Flash attention, which has no fp32: fp32 takes the composite.
 
-    The kernel wants one head width: the narrower of (h, v) is filled up with zeros, which add nothing to the
-    scores and give output columns that are dropped.
+    The kernel wants one head width, a multiple of 16: q, k and v are filled up with zeros, which add nothing to
+    the scores and give output columns that are dropped.
     """
+
+    MULTIPLE = 16
 
     def visible(self, segment_ids):
         """The mask that the heads share, [B,1,S,S] bool, True where hidden."""
@@ -427,7 +431,8 @@ class _NativeAttention(_CompositeAttention):
         if q.dtype == ms.float32:
             return super().construct(q, k, v, visible.astype(ms.float32) * self.HIDDEN)
         value = v.shape[3]
-        q, k, v = _widen(q, value), _widen(k, value), _widen(v, q.shape[3])
+        width = (max(q.shape[3], value) + self.MULTIPLE - 1) // self.MULTIPLE * self.MULTIPLE
+        q, k, v = _widen(q, width), _widen(k, width), _widen(v, width)
         y = ops.flash_attention_score(q, k, v, q.shape[2], attn_mask=visible, scalar_value=self.scale,
                                       input_layout="BSND", sparse_mode=0)
         return y[..., :value]
@@ -438,6 +443,13 @@ def _widen(x, width):
     if x.shape[-1] >= width:
         return x
     return ops.concat((x, ops.zeros(x.shape[:-1] + (width - x.shape[-1],), x.dtype)), -1)
+
+
+class _NativeTopK(TopK):
+    """`mint.topk` calls aclnnTopk, which is documented for fp32; whether the operator of `ops.TopK` keeps it is not."""
+
+    def construct(self, scores):
+        return ops.stop_gradient(ms.mint.topk(ops.stop_gradient(scores), self.k)[1].astype(ms.int32))
 
 
 class _NativeRoutedExperts(RoutedExperts):
@@ -579,7 +591,7 @@ _IMPLEMENTATIONS = {
     Attention: (_NativeAttention, _KernelAttention, _CompositeAttention),
     SwiGLU: (_CompositeSwiGLU, _KernelSwiGLU, _CompositeSwiGLU),
     RoutedExperts: (_NativeRoutedExperts, _KernelRoutedExperts, _CompositeRoutedExperts),
-    TopK: (_CompositeTopK, _KernelTopK, _CompositeTopK),
+    TopK: (_NativeTopK, _KernelTopK, _CompositeTopK),
     ChosenMask: (_CompositeChosenMask, _KernelChosenMask, _CompositeChosenMask),
     CrossEntropySum: (_CompositeCrossEntropySum, _KernelCrossEntropySum, _CompositeCrossEntropySum),
     SumOfSquares: (_CompositeSumOfSquares, _KernelSumOfSquares, _CompositeSumOfSquares),

@@ -34,6 +34,7 @@ class Router(nn.Cell):
         self.linear = ops.Linear()
         self.top_experts = ops.TopK(c.num_experts_per_tok)
         self.top_groups = ops.TopK(c.topk_group)
+        self.best_two = ops.TopK(2)
         self.chosen_experts = ops.ChosenMask(c.n_routed_experts)
         self.chosen_groups = ops.ChosenMask(c.n_group)
         self.gather = ms.ops.Gather()
@@ -57,9 +58,12 @@ class Router(nn.Cell):
             scores = scores + self.e_score_correction_bias
         if not self.limited:
             return scores
-        grouped = self.gather(scores, self.experts_of_group, 1).reshape(scores.shape[0], self.n_group, -1)
-        group_scores = ms.ops.topk(grouped, 2, -1)[0].sum(-1) if self.has_bias else grouped.max(-1)
-        groups = self.chosen_groups(self.top_groups(group_scores))
+        grouped = self.gather(scores, self.experts_of_group, 1).reshape(-1, self.n_experts // self.n_group)
+        if self.has_bias:
+            group_scores = ms.ops.gather_elements(grouped, 1, self.best_two(grouped)).sum(-1)
+        else:
+            group_scores = grouped.max(-1)
+        groups = self.chosen_groups(self.top_groups(group_scores.reshape(-1, self.n_group)))
         return scores.masked_fill(self.gather(groups, self.group_of_expert, 1) == 0, float("-inf"))
 
     def aux(self, scores, chosen, mask_BS):

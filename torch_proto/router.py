@@ -39,6 +39,7 @@ class Router(nn.Module):
         self.linear = ops.Linear()
         self.top_experts = ops.TopK(c.num_experts_per_tok)
         self.top_groups = ops.TopK(c.topk_group)
+        self.best_two = ops.TopK(2)
         self.chosen_experts = ops.ChosenMask(c.n_routed_experts)
         self.chosen_groups = ops.ChosenMask(c.n_group)
 
@@ -60,9 +61,12 @@ class Router(nn.Module):
             scores = scores + self.e_score_correction_bias
         if not self.limited:
             return scores
-        grouped = scores[:, self.experts_of_group].view(len(scores), self.n_group, -1)
-        group_scores = grouped.topk(2, -1).values.sum(-1) if self.has_bias else grouped.amax(-1)
-        groups = self.chosen_groups(self.top_groups(group_scores))
+        grouped = scores[:, self.experts_of_group].view(-1, self.n_experts // self.n_group)
+        if self.has_bias:
+            group_scores = grouped.gather(1, self.best_two(grouped)).sum(-1)
+        else:
+            group_scores = grouped.amax(-1)
+        groups = self.chosen_groups(self.top_groups(group_scores.view(-1, self.n_group)))
         return scores.masked_fill(groups[:, self.group_of_expert] == 0, float("-inf"))
 
     def aux(self, scores: Tensor, chosen: Tensor, mask_BS: Tensor) -> Tensor:
