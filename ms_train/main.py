@@ -31,10 +31,11 @@ def main(argv: Sequence[str]) -> None:
         Parallel().start()  # returns when all workers have left
         return
     with FailureWatch(loop.folder.failures, rank, world_size):
-        loop.prepare()
-        from ms_train.trainer import Trainer
+        from ms_train.trainer import Trainer, check_precision
 
         parallel = Parallel()
+        check_precision(config.train.precision, parallel.device)
+        loop.prepare()
         parallel.start()
         loop.run(Trainer(config, parallel))
         parallel.finish()

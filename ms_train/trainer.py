@@ -29,7 +29,7 @@ class Trainer:
     def __init__(self, config: RunConfig, parallel: Parallel):
         self.config, self.parallel = config, parallel
         self.device = parallel.device
-        check_precision(config.train.precision, parallel.device)
+        self.first_step_notice = "compiling the training graph: the first step takes a while"
         if config.model.num_hidden_layers > LAYERS_WITHIN_DEFAULT_RECURSION:
             ms.set_recursion_limit(10000)
         ops.select(config.train.kernels)

@@ -430,7 +430,7 @@ def load_model_config(where: str | Path, near: Path | None = None) -> ModelConfi
 
 def load_run_config(path: Path | None = None, overrides: Iterable[str] = ()) -> RunConfig:
     """Read the run file (default: quickstart) and apply `section.key=value` overrides in order."""
-    path = Path(path) if path is not None else DEFAULT_RUN_FILE
+    path, overrides = Path(path) if path is not None else DEFAULT_RUN_FILE, list(overrides)
     values = read_yaml(path)
     _expand_model(values, path.parent)
     for override in overrides:
@@ -443,7 +443,8 @@ def load_run_config(path: Path | None = None, overrides: Iterable[str] = ()) -> 
             raise UserError(f"{override!r}: the value is not valid YAML") from None
         _set(values, key.strip().split("."), value, override)
         _expand_model(values, Path.cwd())
-    return validate(RunConfig, values, str(path))
+    where = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    return validate(RunConfig, values, where)
 
 
 def validate(section: type[AnySection], values: Mapping[str, Any], where: str) -> AnySection:
@@ -461,6 +462,8 @@ def _read_model(where: str | Path, near: Path | None) -> dict[str, Any]:
     for place in places:
         if place.is_dir():
             place = place / "config.json"
+            if not place.is_file():
+                raise UserError(f"{place}: no such file; a model folder needs Hugging Face's config.json")
         if place.is_file():
             break
     else:
@@ -498,10 +501,12 @@ def _explain(section: type[BaseModel], finding: Mapping[str, Any]) -> str:
             section = _below(section, part)
         known = list(section.model_fields)
         close = difflib.get_close_matches(path[-1], known, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else f", expected one of {', '.join(sorted(known))}"
+        hint = f", did you mean {'.'.join([*path[:-1], close[0]])}?" if close else f", expected one of {', '.join(sorted(known))}"
         return f"unknown key {key}{hint}"
     if finding["type"] == "missing":
         return f"{key} is required"
+    if finding["type"] == "model_type":
+        return f"{key}={finding['input']!r}: {key} is a section, give its values as {key}.name=value"
     message = finding["msg"].removeprefix("Value error, ")
     if finding["type"] == "value_error":
         return f"{key}.{message}" if key and re.match(r"[a-z_]+=", message) else message

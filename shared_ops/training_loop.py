@@ -45,6 +45,7 @@ class Twin(Protocol):
     """One framework's side of the training."""
 
     device: str
+    first_step_notice: str | None  # why the first step takes long
 
     def step(self, batch: Batch, lr: float, update: int, stop: bool) -> StepValues:
         """Make update 1, 2, … with this rank's rows."""
@@ -79,6 +80,9 @@ class TrainingLoop:
 
     def prepare(self) -> None:
         """Make or find the data, and the training state to go on from. Every rank calls it."""
+        if self.rank == 0:
+            self.folder.hold()
+        self.state_folder = self._find_state()
         self.data_folder, self.data = find_data(self.config, quiet=self.rank != 0)
         if self.data.vocab_size > self.config.model.vocab_size:
             raise UserError(
@@ -89,7 +93,6 @@ class TrainingLoop:
         dataset = PackedDataset(self.data_folder, "train", length)
         sampler = Sampler(len(dataset), self.config.run.seed)
         self.batches = Batches(dataset, sampler, self.config.train.global_batch_size, self.rank, self.world_size)
-        self.state_folder = self._find_state()
         self.start, self.consumed = 0, 0
         if self.state_folder is not None:
             meta, state = read_step(self.state_folder, verify=self.rank == 0)
@@ -196,9 +199,20 @@ class TrainingLoop:
     def _find_state(self) -> Path | None:
         if self.resume is None:
             return None
-        if self.resume == "auto":
-            return latest_step(self.folder.checkpoints, on_damage=print if self.rank == 0 else None)
-        return Path(self.resume)
+        if self.resume != "auto":
+            read_step(Path(self.resume), verify=False)[1].close()  # what is wrong with it is told before any work
+            return Path(self.resume)
+        damages: list[str] = []
+        newest = latest_step(self.folder.checkpoints, on_damage=damages.append)
+        if newest is None and damages:
+            raise UserError(
+                f"--resume auto: no checkpoint in {self.folder.checkpoints} is whole ({damages[0]}); mend one, or "
+                "start anew without --resume"
+            )
+        if self.rank == 0:
+            for damage in damages:
+                print(damage, flush=True)
+        return newest
 
     def _announce(self, recorder: Recorder, twin: Twin) -> None:
         config, split = self.config, self.data.splits["train"]
@@ -218,20 +232,24 @@ class TrainingLoop:
         recorder.message(f"run folder {self.folder.path}")
         if self.state_folder is not None:
             recorder.message(f"going on after step {self.start}, from {self.state_folder}")
-            if self.start >= config.train.last_step:
-                recorder.message("nothing left to do: raise train.steps or train.stop_after to go on")
+        if self.start >= config.train.last_step:
+            recorder.message("nothing left to do: raise train.steps or train.stop_after to go on")
+        elif twin.first_step_notice:
+            recorder.message(twin.first_step_notice)
 
     def _conclude(self, recorder: Recorder, step: int, last: int, saved: int, stopped: bool) -> None:
         recorder.progress.close()
         if text := recorder.summary():
             recorder.message(text)
-        entropy, losses = self.data.splits["train"].unigram_entropy, recorder.history.train["loss"]
-        if losses and entropy is not None:
-            side = "below" if losses[-1] < entropy else "above"
-            recorder.message(
-                f"final loss {losses[-1]:.4f}: {abs(entropy - losses[-1]):.4f} nats {side} the unigram entropy "
-                f"{entropy:.4f} of the data"
-            )
+        entropy = self.data.splits["train"].unigram_entropy
+        history = recorder.history
+        for what, losses in (("final loss", history.train["loss"]), ("validation", history.validation["val_loss"])):
+            if losses and entropy is not None:
+                side = "below" if losses[-1] < entropy else "above"
+                recorder.message(
+                    f"{what} {losses[-1]:.4f}: {abs(entropy - losses[-1]):.4f} nats {side} the unigram entropy "
+                    f"{entropy:.4f} of the data"
+                )
         recorder.close()
         if self.config.monitor.report and len(recorder.history):
             write_report(self.folder.path)

@@ -20,11 +20,12 @@ def main(argv: Sequence[str]) -> None:
     from shared_ops.monitor.failure import FailureWatch
     from shared_ops.training_loop import TrainingLoop
     from torch_proto.parallel import Parallel
-    from torch_proto.trainer import Trainer
+    from torch_proto.trainer import Trainer, check_precision
 
     parallel = Parallel()
     loop = TrainingLoop(config, "torch_proto", parallel.rank, parallel.world_size, resume, force)
     with FailureWatch(loop.folder.failures, parallel.rank, parallel.world_size):
+        check_precision(config.train.precision, parallel.device)
         loop.prepare()
         parallel.start()
         loop.run(Trainer(config, parallel))

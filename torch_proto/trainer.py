@@ -26,7 +26,7 @@ class Trainer:
     def __init__(self, config: RunConfig, parallel: Parallel):
         self.config, self.parallel = config, parallel
         self.device = describe_device(parallel.device)
-        check_precision(config.train.precision, parallel.device)
+        self.first_step_notice = "compiling the layers: the first step takes a while" if config.train.compile else None
         self.model = DeepseekForCausalLM(config.model, config.train.sequence_length, DTYPES[config.train.precision])
         self.model.to(parallel.device)
         self.states = StateMap(self.model)

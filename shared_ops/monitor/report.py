@@ -321,7 +321,7 @@ def _heat_map(load: Mapping[str, Sequence[float]]) -> go.Figure:
             ygap=1,
             # white at 1, the even load; blue below it, red above
             colorscale=[(0, "#2563eb"), (1 / top, "#f8fafc"), (1, "#dc2626")],
-            colorbar={"title": {"text": "× mean"}, "thickness": 12},
+            colorbar={"title": {"text": "× mean", "side": "right"}, "thickness": 12},
             hovertemplate="%{y}, expert %{x}: %{z:.2f} × mean<extra></extra>",
         )
     )

@@ -3,6 +3,7 @@
 config.yaml  metrics.jsonl  tb/  checkpoints/step_00000100/  report.html  run.json  failures/
 """
 
+import fcntl
 import json
 import os
 import re
@@ -47,6 +48,18 @@ class RunFolder:
                 "run.dir or run.name"
             ) from error
         return self
+
+    def hold(self) -> None:
+        """Keep other jobs out until this process ends; `UserError` while another one trains here. Rank 0 only."""
+        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115  closing it would give it up
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.path}: another job is training in this run folder; wait for it, or choose another run.name"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
 
     def write_config(self, yaml_text: str) -> None:
         """Write the resolved configuration."""

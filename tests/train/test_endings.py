@@ -61,7 +61,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(folder, text, twin, ranks):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["train.stepz=3"], "did you mean 'steps'?"),
+        (["train.stepz=3"], "did you mean train.steps?"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["parallel.dp=2"], "parallel.dp=2 does not match"),
         (["train.micro_batch_size=3"], "micro_batch_size=3"),
@@ -86,7 +86,7 @@ def test_bf16_without_bf16_arithmetic_is_refused(folder, text):
 def test_bad_input_under_the_launcher(folder, text, twin):
     process = start(twin, folder, f"bad_{twin}", "model=tiny_v2", text, "train.steps=3", "train.stepz=3")
     console, _ = process.communicate(timeout=120)
-    assert process.returncode not in (0, None) and "did you mean 'steps'?" in console
+    assert process.returncode not in (0, None) and "did you mean train.steps?" in console
 
 
 def test_a_resume_lists_what_differs(folder, text, long_run):
@@ -98,3 +98,25 @@ def test_a_resume_lists_what_differs(folder, text, long_run):
                          "train.global_batch_size=8", "--resume", state, "--force")  # fmt: skip
     # a changed batch size goes on by samples (P27): 25 steps of 4, then 2 of 8
     assert [row["tokens"] for row in forced.rows] == [(100 + 8) * 72, (100 + 16) * 72]
+
+
+def test_a_run_folder_takes_one_job_at_a_time(folder, text):
+    name = "twice"
+    first = start("torch_proto", folder, name, "model=tiny_v2", text, "train.steps=5000", ranks=1)
+    for line in first.stdout:
+        if " 2/5000 " in line:
+            break
+    second = jobs.run("torch_proto", folder / name, name, "model=tiny_v2", text, "train.steps=3")
+    os.killpg(first.pid, signal.SIGINT)
+    rest = first.stdout.read()
+    assert second.code == 2 and "another job is training" in second.console
+    assert first.wait(timeout=60) == 0 and "stopped after step" in rest
+
+
+def test_resume_auto_never_starts_over_because_of_damage(folder, text):
+    job = jobs.finish("torch_proto", folder, "damaged", "model=tiny_v2", text, "train.steps=2")
+    state = job.state(2) / "state.h5"
+    state.write_bytes(state.read_bytes()[:1000])
+    again = jobs.run("torch_proto", folder, "damaged", "model=tiny_v2", text, "train.steps=4", "--resume", "auto")
+    assert again.code == 2 and "no checkpoint" in again.console and "state.h5" in again.console
+    assert state.exists() and len(job.rows) == 2

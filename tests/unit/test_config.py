@@ -137,10 +137,10 @@ def test_what_looks_like_an_exponent_and_is_none_stays_a_word(tmp_path):
 
 REFUSED = [
     # unknown keys
-    (["train.stepz=3"], ["unknown key train.stepz", "did you mean 'steps'?"]),
-    (["trian.steps=3"], ["unknown key trian", "did you mean 'train'?"]),
-    (["model.n_rooted_experts=3"], ["unknown key model.n_rooted_experts", "'n_routed_experts'"]),
-    (["model=tiny_v3", "model.rope_scaling.facter=2"], ["unknown key model.rope_scaling.facter", "'factor'"]),
+    (["train.stepz=3"], ["unknown key train.stepz", "did you mean train.steps?"]),
+    (["trian.steps=3"], ["unknown key trian", "did you mean train?"]),
+    (["model.n_rooted_experts=3"], ["unknown key model.n_rooted_experts", "n_routed_experts?"]),
+    (["model=tiny_v3", "model.rope_scaling.facter=2"], ["unknown key model.rope_scaling.facter", "rope_scaling.factor?"]),
     (["monitor.zzz=1"], ["unknown key monitor.zzz", "expected one of report, tensorboard"]),
     # values of the wrong kind
     (["train.steps=true"], ["train.steps=True", "valid integer"]),
@@ -364,7 +364,7 @@ def test_other_absent_keys_have_transformers_values():
 @pytest.mark.parametrize(
     ("change", "fragments"),
     [
-        ({"n_rooted_experts": 4}, ["unknown key n_rooted_experts", "'n_routed_experts'"]),
+        ({"n_rooted_experts": 4}, ["unknown key n_rooted_experts", "n_routed_experts?"]),
         ({"index_topk": 2048}, ["unknown key index_topk"]),
         ({"model_type": "llama"}, ["model_type='llama'", "deepseek_v2"]),
         ({"model_type": ["deepseek_v3"]}, ["model_type="]),
