@@ -16,7 +16,7 @@ def tiny(name: str) -> ModelConfig:
         return load_model_config(name)
     changes = {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "q_lora_rank": 28,
                "n_shared_experts": 0, "sliding_window": None, "tie_word_embeddings": False,
-               "expert_placement": "hash:3"}  # fmt: skip
+               "expert_placement": "hash:3", "rms_norm_eps": 3e-5}  # fmt: skip
     return ModelConfig.model_validate(load_model_config("tiny_v2").model_dump() | changes)
 
 
@@ -34,7 +34,8 @@ def parameters(config: ModelConfig, seed: int = 1) -> dict[str, np.ndarray]:
 
 
 def rows(config: ModelConfig, length: int = LENGTH, seed: int = 2) -> dict[str, np.ndarray]:
-    """Four rows: one document over the whole row, three packed ones, one with padding, and one all masked."""
+    """Five rows: one document over the whole row, three packed ones, two and padding, one token (nothing for a
+    prediction depth), and nothing at all."""
     generator = np.random.default_rng(seed)
 
     def document(size: int) -> list[int]:
@@ -45,6 +46,7 @@ def rows(config: ModelConfig, length: int = LENGTH, seed: int = 2) -> dict[str, 
         [document(length)],
         [document(third - 5), document(7), document(length - third - 2)],
         [document(third), document(third - 8)],
+        [document(1)],
         [],
     ]
     return batch_from_documents(documents, length)
