@@ -62,6 +62,12 @@ class Job:
         lines = (self.path / "metrics.jsonl").read_text().splitlines()
         return [row for row in map(json.loads, lines) if "loss" in row]
 
+    @property
+    def validations(self) -> list[tuple[int, float]]:
+        """(step, loss) of each validation."""
+        lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        return [(row["step"], row["val_loss"]) for row in map(json.loads, lines) if "val_loss" in row]
+
     def state(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step:08d}"
 

@@ -23,7 +23,7 @@ def long_run(folder, text):
         if (twin, model) not in done:
             done[twin, model] = jobs.finish(
                 twin, folder, f"long_{model}", f"model={model}", text, "train.steps=50", "checkpoint.save_steps=25",
-                "train.validate_steps=25",
+                "train.validate_steps=10",
             )  # fmt: skip
         return done[twin, model]
 

@@ -37,7 +37,8 @@ def test_fifty_steps_are_the_same_in_both_twins(long_run, model):
 
 def test_two_ranks_train_like_one(folder, text, long_run):
     """Also in micro-batches of one row: 20 steps, losses within 1e-5 relative (1e-5 of 8 nats), for both twins."""
-    arguments = ["model=tiny_v3", text, "train.steps=50", "train.stop_after=20", "train.micro_batch_size=1"]
+    arguments = ["model=tiny_v3", text, "train.steps=50", "train.stop_after=20", "train.micro_batch_size=1",
+                 "train.validate_steps=10"]  # fmt: skip
     for twin in ("torch_proto", "ms_train"):
         two = jobs.finish(twin, folder, "two_ranks", *arguments, ranks=2)
         one = long_run(twin, "tiny_v3")
@@ -46,6 +47,9 @@ def test_two_ranks_train_like_one(folder, text, long_run):
             assert not flips(row, other), "a flipped choice: the comparison needs another seed"
             for key in ("loss", "aux_loss", "mtp_loss"):
                 assert row[key] == pytest.approx(other[key], rel=1e-5), f"{twin} step {row['step']} {key}"
+        assert [step for step, _ in two.validations] == [10, 20]
+        for (_, loss), (_, other) in zip(two.validations, one.validations, strict=False):
+            assert loss == pytest.approx(other, rel=1e-5)
 
 
 @pytest.mark.parametrize("twin", ["torch_proto", "ms_train"])
@@ -54,7 +58,7 @@ def test_resume_is_bitwise(folder, text, long_run, twin):
     straight = long_run(twin, "tiny_v3")
     resumed = jobs.finish(
         twin, folder, "resumed", "model=tiny_v3", text, "train.steps=50", "checkpoint.save_steps=25",
-        "train.validate_steps=25", "--resume", str(straight.state(25)),
+        "train.validate_steps=10", "--resume", str(straight.state(25)),
     )  # fmt: skip
     assert [row["step"] for row in resumed.rows] == list(range(26, 51))
     for row, other in zip(resumed.rows, straight.rows[25:], strict=True):
