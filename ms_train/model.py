@@ -5,7 +5,7 @@ K = 1 + multi-token prediction depths (depth 0 is the main model).
 """
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import Tensor, nn
 
 from ms_train import ops
 from ms_train.block import DecoderLayer
@@ -56,20 +56,20 @@ class DeepseekForCausalLM(nn.Cell):
         """The sums of every loss over the given rows (see `shared_ops.batch.Batch` for the inputs)."""
         main = self.model
         context = self.context(position_ids_BS, segment_ids_BS)
-        hidden, statistics = self.hidden_states(input_ids_KBS[0], router_mask_KBS[0], context)
+        hidden, aux, z, counts = self.hidden_states(input_ids_KBS[0], router_mask_KBS[0], context)
         hidden = main.norm(hidden)
         cross_entropy = [self.cross_entropy(self.logits(hidden), labels_KBS[0].reshape(-1))]
+        aux, z = [aux], [z]
         for depth in range(1, self.depths + 1):
             layer = main.layers[main.n_layers + depth - 1]
             embedded = main.embed_tokens(input_ids_KBS[depth].reshape(-1))
             hidden, routed = layer.predict(hidden, embedded, *context, router_mask_KBS[depth])
             cross_entropy.append(self.cross_entropy(self.logits(hidden), labels_KBS[depth].reshape(-1)))
-            statistics.append(routed)
-        if not statistics:  # no layer with routed experts
-            none = ms.ops.zeros((0,), ms.float32)
-            return self.stack(cross_entropy), none, none, ms.ops.zeros((0, self.n_experts), ms.float32)
-        counts, aux, z = (self.stack([routed[i] for routed in statistics]) for i in range(3))
-        return self.stack(cross_entropy), aux, z, counts
+            counts.append(ms.ops.stop_gradient(routed[0]))
+            aux.append(routed[1])
+            z.append(routed[2])
+        counts = self.stack(counts) if counts else ms.ops.zeros((0, self.n_experts), ms.float32)
+        return self.stack(cross_entropy), self.stack(aux), self.stack(z), counts
 
     def context(self, position_ids_BS, segment_ids_BS):
         """What every layer shares: cos and sin of the positions, and which keys are visible."""
@@ -77,14 +77,18 @@ class DeepseekForCausalLM(nn.Cell):
         return *self.model.rotary_table(position_ids_BS), attention.visible(segment_ids_BS)
 
     def hidden_states(self, input_ids_BS, mask_BS, context):
-        """The main model's hidden states [T, D] before the final norm, and each mixture's statistics."""
-        main = self.model
-        hidden, statistics = main.embed_tokens(input_ids_BS.reshape(-1)), []
+        """The main model's hidden states [T, D] before the final norm; its routers' losses, summed over layers; counts of
+        each layer."""
+        main, counts = self.model, []
+        aux, z = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
+        hidden = main.embed_tokens(input_ids_BS.reshape(-1))
         for i in range(main.n_layers):
             hidden, routed = main.layers[i](hidden, *context, mask_BS)
             if routed is not None:
-                statistics.append(routed)
-        return hidden, statistics
+                # what needs a gradient is summed and not listed: a list that grows costs quadratic compile time
+                aux, z = aux + routed[1], z + routed[2]
+                counts.append(ms.ops.stop_gradient(routed[0]))
+        return hidden, aux, z, counts
 
     def logits(self, normed_TD):
         """[T, V] in the compute dtype; a tied head is the embedding."""
@@ -95,5 +99,5 @@ class DeepseekForCausalLM(nn.Cell):
     def main_logits(self, input_ids_BS, position_ids_BS, segment_ids_BS):
         """The main model's logits [B, S, V], for validation and comparison."""
         context = self.context(position_ids_BS, segment_ids_BS)
-        hidden, _ = self.hidden_states(input_ids_BS, (segment_ids_BS != 0).astype(ms.float32), context)
+        hidden, _, _, _ = self.hidden_states(input_ids_BS, (segment_ids_BS != 0).astype(ms.float32), context)
         return self.logits(self.model.norm(hidden)).reshape(input_ids_BS.shape + (-1,))

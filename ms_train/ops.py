@@ -322,7 +322,8 @@ class _CompositeRoutedExperts(RoutedExperts):
         h = ops.silu(h[..., :width]) * h[..., width:]
         y = self.batch_matmul_t(h, ops.gather(down.astype(x.dtype), block_expert, 0))
         y = ops.gather(y.reshape(n_blocks * block, -1), row_of_pair, 0).reshape(tokens, k, -1)
-        return self.batch_matmul(weights.astype(x.dtype).expand_dims(1), y).reshape(tokens, -1)
+        y = self.batch_matmul(weights.expand_dims(1), y.astype(ms.float32))  # weights keep fp32
+        return y.reshape(tokens, -1).astype(x.dtype)
 
     def layout(self, slot, block, n_blocks):
         """slot [T*K] -> the row of each pair in the padded order [T*K], the expert of each block."""
@@ -468,7 +469,7 @@ class _NativeRoutedExperts(RoutedExperts):
         rows, order = self.permute(x, slots)
         h = self.grouped(self.grouped_gate_up, rows, gate_up, ends)
         y = self.grouped(self.grouped_down, self.swiglu(h, -1), down, ends)
-        return self.unpermute(y, order, weights.astype(x.dtype))
+        return self.unpermute(y, order, weights.astype(x.dtype))  # the kernel wants one dtype
 
     def grouped(self, matmul, rows, weight, ends):
         """Each group of rows times the transpose of its [out, in] matrix."""

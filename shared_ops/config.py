@@ -140,11 +140,6 @@ class ModelConfig(Section):
         """Indices of the layers with routed experts, multi-token prediction layers included."""
         return tuple(range(self.first_k_dense_replace, self.num_hidden_layers + self.num_nextn_predict_layers))
 
-    @property
-    def moe_layer_depths(self) -> tuple[int, ...]:
-        """Prediction depth of each of `moe_layers`: 0 in the main model, k in its k-th prediction layer."""
-        return tuple(max(layer - self.num_hidden_layers + 1, 0) for layer in self.moe_layers)
-
     def is_moe_layer(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
 

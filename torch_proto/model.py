@@ -60,34 +60,39 @@ class DeepseekForCausalLM(nn.Module):
         """The sums of every loss over the given rows (see `shared_ops.batch.Batch` for the inputs)."""
         main = self.model
         context = self.context(position_ids_BS, segment_ids_BS)
-        hidden, statistics = self.hidden_states(input_ids_KBS[0], router_mask_KBS[0], context)
+        hidden, aux, z, counts = self.hidden_states(input_ids_KBS[0], router_mask_KBS[0], context)
         hidden = main.norm(hidden)
         cross_entropy = [self.cross_entropy(self.logits(hidden), labels_KBS[0].reshape(-1))]
+        aux, z = [aux], [z]
         for depth, layer in enumerate(main.layers[main.n_layers :], start=1):
             embedded = main.embed_tokens(input_ids_KBS[depth].reshape(-1))
             hidden, routed = layer.predict(hidden, embedded, *context, router_mask_KBS[depth])
             cross_entropy.append(self.cross_entropy(self.logits(hidden), labels_KBS[depth].reshape(-1)))
-            statistics.append(routed)
-        if not statistics:  # no layer with routed experts
-            none = hidden.new_zeros(0, dtype=torch.float32)
-            return LossSums(torch.stack(cross_entropy), none, none, none.view(0, self.config.n_routed_experts))
-        counts, aux, z = (torch.stack(parts) for parts in zip(*statistics, strict=True))
-        return LossSums(torch.stack(cross_entropy), aux, z, counts)
+            counts.append(routed.counts)
+            aux.append(routed.aux)
+            z.append(routed.z)
+        counts = torch.stack(counts) if counts else hidden.new_zeros(0, self.config.n_routed_experts, dtype=torch.float32)
+        return LossSums(torch.stack(cross_entropy), torch.stack(aux), torch.stack(z), counts)
 
     def context(self, position_ids_BS: Tensor, segment_ids_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What every layer shares: cos and sin of the positions, and which keys are visible."""
         attention = self.model.layers[0].self_attn.attention
         return *self.model.rotary_table(position_ids_BS), attention.visible(segment_ids_BS)
 
-    def hidden_states(self, input_ids_BS: Tensor, mask_BS: Tensor, context: tuple[Tensor, ...]) -> tuple[Tensor, list]:
-        """The main model's hidden states [T, D] before the final norm, and each mixture's statistics."""
-        main = self.model
-        hidden, statistics = main.embed_tokens(input_ids_BS.reshape(-1)), []
+    def hidden_states(
+        self, input_ids_BS: Tensor, mask_BS: Tensor, context: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """The main model's hidden states [T, D] before the final norm; its routers' losses, summed over layers; counts of
+        each layer."""
+        main, counts = self.model, []
+        aux = z = torch.zeros((), device=input_ids_BS.device)
+        hidden = main.embed_tokens(input_ids_BS.reshape(-1))
         for layer in main.layers[: main.n_layers]:
             hidden, routed = layer(hidden, *context, mask_BS)
             if routed is not None:
-                statistics.append(routed)
-        return hidden, statistics
+                aux, z = aux + routed.aux, z + routed.z
+                counts.append(routed.counts)
+        return hidden, aux, z, counts
 
     def logits(self, normed_TD: Tensor) -> Tensor:
         """[T, V] in the compute dtype; a tied head is the embedding."""
@@ -98,5 +103,5 @@ class DeepseekForCausalLM(nn.Module):
     def main_logits(self, input_ids_BS: Tensor, position_ids_BS: Tensor, segment_ids_BS: Tensor) -> Tensor:
         """The main model's logits [B, S, V], for validation and comparison."""
         context = self.context(position_ids_BS, segment_ids_BS)
-        hidden, _ = self.hidden_states(input_ids_BS, (segment_ids_BS != 0).float(), context)
+        hidden, *_ = self.hidden_states(input_ids_BS, (segment_ids_BS != 0).float(), context)
         return self.logits(self.model.norm(hidden)).view(*input_ids_BS.shape, -1)

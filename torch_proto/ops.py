@@ -103,7 +103,7 @@ class RoutedExperts(nn.Module):
         gate, up = grouped_linear(sorted_x, gate_up.to(x.dtype), counts).chunk(2, -1)
         sorted_y = grouped_linear(self.swiglu(gate, up), down.to(x.dtype), counts)
         y_TKD = _FromExperts.apply(sorted_y, order, inverse).view(*weights.shape, -1)
-        return torch.bmm(weights[:, None].to(x.dtype), y_TKD)[:, 0]
+        return torch.bmm(weights[:, None], y_TKD.float())[:, 0].to(x.dtype)  # weights keep fp32
 
 
 class _ToExperts(torch.autograd.Function):

@@ -207,7 +207,7 @@ def test_the_last_possible_value_is_taken():
     """What is refused one further on is not refused too early."""
     config = load_run_config(None, ["model.num_experts_per_tok=8", "model.topk_group=2", "train.sequence_length=512",
                                     "model.first_k_dense_replace=4", "train.micro_batch_size=8"])  # fmt: skip
-    assert config.model.moe_layers == (4,) and config.model.moe_layer_depths == (1,)
+    assert config.model.moe_layers == (4,)
     load_run_config(None, ["model.n_group=8", "model.topk_group=4"])
     load_run_config(None, ["model.topk_method=group_limited_greedy", "model.n_group=16", "model.topk_group=4"])
     load_run_config(None, ["train.sequence_length=2", "train.global_batch_size=1"])
