@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from shared_ops.batch import IGNORED
 from shared_ops.data.manifest import load_manifest
 from shared_ops.data.token_file import open_tokens
 from shared_ops.errors import UserError
 
-IGNORED = -100
 Batch = dict[str, np.ndarray]
 
 
