@@ -46,10 +46,6 @@ class ExpertPlacement:
         return self.slot_of_expert // np.int32(self.n_experts // expert_parallel)
 
     @property
-    def is_contiguous(self) -> bool:
-        return bool((self.slot_of_expert == np.arange(self.n_experts)).all())
-
-    @property
     def digest(self) -> str:
         """Identifies the table in checkpoints: equal digests mean equal routing and equal slots."""
         header = f"placement-1:{self.n_experts}:{self.n_group}:".encode()

@@ -7,7 +7,6 @@ workers, the machine or the time.
 """
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from shared_ops.data.reporter import Reporter
 from shared_ops.data.split import check_fractions
 from shared_ops.data.tokenizer import load, training_size
 from shared_ops.errors import UserError
-
-_POLL_SECONDS = 0.2
 
 
 def prepare(source: Sequence[str], out: Path, tokenizer: str, seed: int, split: tuple[float, float],
@@ -54,35 +51,6 @@ def prepare(source: Sequence[str], out: Path, tokenizer: str, seed: int, split: 
             return manifest
     except OSError as error:
         raise UserError(f"{out}: cannot be made: {error}") from error
-
-
-def prepared_key(source: Sequence[str], out: Path, tokenizer: str, seed: int,
-                 split: tuple[float, float]) -> str:
-    """The `key` that the manifest of `prepare` with these arguments has. Reads every input once."""
-    request = _request(source, tokenizer, seed, split)
-    return key(scan(find_documents(source, exclude=Path(out)), 1, Reporter(quiet=True)), request)
-
-
-def wait_for(out: Path, timeout_s: float, key: str | None = None) -> Manifest:
-    """Wait until the folder that another process prepares is whole; `UserError` after `timeout_s` seconds.
-
-    Without `key` any whole folder will do, also one that is about to be replaced because inputs or arguments
-    have changed. With `key` only that very result is taken: get it from the process that prepares (it is in
-    the manifest that `prepare` returns), or with `prepared_key` where reading the inputs a second time is
-    cheap. Where the file system has working locks, calling `prepare` in every process does the same.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            manifest = load_manifest(Path(out))
-            if key is None or manifest.key == key:
-                return manifest
-            reason = "it was made from other inputs or arguments"
-        except UserError as error:
-            reason = str(error)
-        if time.monotonic() >= deadline:
-            raise UserError(f"{out}: the prepared data has not appeared within {timeout_s:g} s: {reason}")
-        time.sleep(_POLL_SECONDS)
 
 
 def _request(source: Sequence[str], tokenizer: str, seed: int, split: tuple[float, float]) -> Request:

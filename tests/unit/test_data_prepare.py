@@ -16,7 +16,7 @@ from shared_ops.data.__main__ import main
 from shared_ops.data.corpus import find_documents
 from shared_ops.data.manifest import load_manifest
 from shared_ops.data.packing import PackedDataset
-from shared_ops.data.prepare import prepare, prepared_key, wait_for
+from shared_ops.data.prepare import prepare
 from shared_ops.data.token_file import open_h5, open_tokens
 from shared_ops.data.tokenizer import load
 from shared_ops.errors import UserError, run_cli
@@ -199,18 +199,6 @@ def test_two_processes_at_once(texts, tmp_path):
     make(texts, tmp_path / "alone")
     assert content(tmp_path / "out") == content(tmp_path / "alone")
 
-
-def test_waiting_for_another_process(texts, tmp_path):
-    out = tmp_path / "out"
-    with pytest.raises(UserError, match="within 0.1 s"):
-        wait_for(out, 0.1)
-    old = make(texts, out)
-    assert wait_for(out, 0) == old
-    key = prepared_key([str(texts)], out, "train:300", 1, (0.8, 0.2))
-    with pytest.raises(UserError, match="other inputs or arguments"):
-        wait_for(out, 0.1, key)
-    new = make(texts, out, seed=1)
-    assert new.key == key and wait_for(out, 0, key) == new
 
 
 def test_foreign_files_are_never_touched(texts, tmp_path):

@@ -69,7 +69,6 @@ def test_groups_and_devices_are_consecutive_slots(name):
 
 def test_builders_by_hand():
     assert contiguous(E, G).group_of_expert.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert contiguous(E, G).is_contiguous and not modulo(E, G).is_contiguous
     assert modulo(E, G).group_of_expert.tolist() == [0, 1, 2, 3] * 3
     assert modulo(E, G).experts_of_group.tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
     assert seeded_hash(E, G, 3).slot_of_expert.tolist() == HASH_3
