@@ -1,0 +1,60 @@
+"""A progress bar with bytes, rate and time left; without a terminal a line now and then."""
+
+import sys
+import threading
+import time
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+_LINE_SECONDS = 15.0
+
+
+class Progress:
+    """A context manager; `advance(bytes)` may be called from any thread."""
+
+    def __init__(self, what: str, total: int, quiet: bool):
+        self.what, self.total, self.done = what, total, 0
+        self._lock = threading.Lock()
+        self._began = self._said = time.monotonic()
+        self._bar = None
+        self._lines = not quiet and not sys.stderr.isatty()
+        if not quiet and sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
+                       TransferSpeedColumn(), TimeRemainingColumn())  # fmt: skip
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes are done."""
+        with self._lock:
+            self.done += count
+            if self._bar:
+                self._bar.update(self._task, completed=self.done)
+            elif self._lines and (now := time.monotonic()) - self._said > _LINE_SECONDS:
+                self._said = now
+                rate = self.done / (now - self._began)
+                left = (self.total - self.done) / max(rate, 1)
+                print(
+                    f"{self.what}: {sized(self.done)} of {sized(self.total)}, {sized(int(rate))}/s, {left:.0f} s left",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+
+
+def sized(count: int) -> str:
+    """A number of bytes in words: 3.2 GiB."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < 4:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{count} B"

@@ -1,0 +1,1 @@
+"""One module per format; `detect.open_store` finds by content which one a file or folder is."""
