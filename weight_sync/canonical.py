@@ -92,7 +92,7 @@ class CanonicalTensor:
 
     def _read_part(self, part: Part, start: int, stop: int) -> Iterator[np.ndarray]:
         if part.scales is not None:
-            yield dtypes.cast(_dequantise(self.name, part, start, stop), self.dtype)
+            yield _dequantise(part, start, stop, self.dtype)
             return
         width = part.stored.dtype.itemsize
         for piece in part.stored.pieces(start * width, stop * width):
@@ -114,8 +114,8 @@ class CanonicalTensor:
         return out.reshape(self.shape)
 
 
-def _dequantise(name: str, part: Part, start: int, stop: int) -> np.ndarray:
-    """Elements [start, stop) of a quantised part, fp32."""
+def _dequantise(part: Part, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    """Elements [start, stop) of a quantised part, exact in `dtype`: fp32, or bf16 where the scales are powers of two."""
     columns = part.shape[-1]
     first, last = start // columns, -(-stop // columns)
     packing = columns // part.stored.shape[-1]
@@ -123,13 +123,18 @@ def _dequantise(name: str, part: Part, start: int, stop: int) -> np.ndarray:
     raw = np.concatenate([*part.stored.pieces(first * width, last * width)]).reshape(last - first, -1)
     try:
         if packing == 2:
-            row = part.scales.shape[-1]
-            values = quantised.dequantise_mxfp4(raw, _whole(part.scales, first * row, last * row).reshape(-1, row))
+            groups = part.scales.shape[-1]
+            scales = _whole(part.scales, first * groups, last * groups).reshape(-1, groups)
+            values = quantised.dequantise_mxfp4(raw, scales)
         else:
-            values = quantised.dequantise_fp8(raw, _whole(part.scales).reshape(part.scales.shape), first)
+            scales = _whole(part.scales).reshape(part.scales.shape)
+            values = quantised.dequantise_fp8(raw, scales, first)
     except ValueError as error:
         raise UserError(f"{part.stored.name}: {error}: the quantised tensor is damaged") from None
-    return values.reshape(-1)[start - first * columns : stop - first * columns]
+    out = dtypes.cast(values, dtype)
+    if dtype != FLOAT32 and not quantised.exact_dtype(scales) and not np.array_equal(out.astype(FLOAT32), values):
+        raise UserError(f"{part.scales.name}: has scales so extreme that {dtype} cannot hold the values: it is damaged")
+    return out.reshape(-1)[start - first * columns : stop - first * columns]
 
 
 def _whole(stored: Stored, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -283,9 +288,9 @@ def _part(stored: Stored, expected: tuple[int, ...], all_stored: dict[str, Store
 
 
 def _content_dtype(part: Part, where: str) -> np.dtype:
-    """The smallest of bf16 and fp32 that holds a part's values exactly; floating tensors are what they are."""
-    if part.scales is None:
-        if part.stored.dtype.kind in "iub":
-            raise UserError(f"{where}: {part.stored.name} is {part.stored.dtype}, expected a floating-point tensor")
-        return part.stored.dtype
-    return BFLOAT16 if quantised.exact_dtype(_whole(part.scales)) else FLOAT32
+    """The smallest dtype that holds a part's values exactly; power-of-two scales leave FP8 and FP4 exact in bf16."""
+    if part.scales is not None:
+        return BFLOAT16 if part.scales.dtype.itemsize == 1 else FLOAT32
+    if part.stored.dtype.kind in "iub":
+        raise UserError(f"{where}: {part.stored.name} is {part.stored.dtype}, expected a floating-point tensor")
+    return part.stored.dtype

@@ -135,7 +135,8 @@ def plain(source: Path, target: Path) -> None:
     tensors = {}
     for path in sorted(source.glob("*.safetensors")):
         for name, facts in deserialize(path.read_bytes()):
-            tensors[name] = np.frombuffer(facts["data"], np.uint16).reshape(facts["shape"])
+            kind = np.float32 if facts["dtype"] == "F32" else np.uint16
+            tensors[name] = np.frombuffer(facts["data"], kind).reshape(facts["shape"])
     stacked: dict[str, list] = {}
     for name, value in tensors.items():
         head, _, rest = name.partition(".experts.")
