@@ -20,6 +20,9 @@ from weight_sync.stores.base import Store, Stored
 from weight_sync.stores.detect import open_store
 
 BFLOAT16, FLOAT32 = dtypes.from_name("bfloat16"), np.dtype(np.float32)
+CONFIG, REPORT = "config.json", "conversion.json"
+TRAINING = "training_state.json"  # beside converted weights: the moments lie there too
+PARAMS, MOMENTS = "params/", ("adam_m/", "adam_v/")
 _FP8 = ("float8_e4m3fn",)
 _PACKED = ("int8", "uint8")
 _QUANTISED_ONLY = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
@@ -40,10 +43,15 @@ class Part(NamedTuple):
 class CanonicalTensor:
     """A parameter in canonical form, read lazily; `dtype` is what it holds after dequantisation."""
 
-    __slots__ = ("entry", "parts", "dtype")
+    __slots__ = ("entry", "parts", "dtype", "kind")
 
-    def __init__(self, entry: names.Entry, parts: Sequence[Part], dtype: np.dtype):
-        self.entry, self.parts, self.dtype = entry, tuple(parts), dtype
+    def __init__(self, entry: names.Entry, parts: Sequence[Part], dtype: np.dtype, kind: str = PARAMS):
+        self.entry, self.parts, self.dtype, self.kind = entry, tuple(parts), dtype, kind
+
+    @property
+    def key(self) -> str:
+        """Its name in a training state: params/NAME, adam_m/NAME, adam_v/NAME."""
+        return self.kind + self.name
 
     @property
     def name(self) -> str:
@@ -115,7 +123,7 @@ class CanonicalTensor:
 
 
 def _dequantise(part: Part, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
-    """Elements [start, stop) of a quantised part, exact in `dtype`: fp32, or bf16 where the scales are powers of two."""
+    """Elements [start, stop) of a quantised part, exact in `dtype`: fp32, or bf16 for power-of-two scales."""
     columns = part.shape[-1]
     first, last = start // columns, -(-stop // columns)
     packing = columns // part.stored.shape[-1]
@@ -158,6 +166,14 @@ class Weights:
     with_mtp: bool
     report: dict[str, Any] | None = None  # conversion.json beside the weights
     notes: list[str] = field(default_factory=list)
+    moments: dict[str, dict[str, CanonicalTensor]] = field(default_factory=dict)  # of a training state, by kind
+    training: dict[str, Any] | None = None  # its manifest less the files
+    more_stores: list[Store] = field(default_factory=list)
+
+    @property
+    def store_files(self) -> list[Path]:
+        """Every file that was opened."""
+        return [path for store in (self.store, *self.more_stores) for path in store.files]
 
     @property
     def path(self) -> Path:
@@ -171,10 +187,8 @@ class Weights:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.store.close()
-
-
-REPORT = "conversion.json"
+        for store in (self.store, *self.more_stores):
+            store.close()
 
 
 def open_weights(path: Path, config: Path | str | None = None) -> Weights:
@@ -183,21 +197,26 @@ def open_weights(path: Path, config: Path | str | None = None) -> Weights:
     `UserError` for everything that does not fit: no weights, damage, names, shapes and dtypes that are not the model's.
     """
     path = Path(path)
-    store, state_model = open_store(path)
+    stores: list[Store] = []
     try:
-        return _open(store, state_model, path, config)
+        stores.append(open_store(path))
+        weights = _open(stores[0], path, config)
+        _open_moments(weights, stores)
+        weights.more_stores = stores[1:]
+        return weights
     except BaseException:
-        store.close()
+        for store in stores:
+            store.close()
         raise
 
 
-def _open(store: Store, state_model: dict[str, Any] | None, path: Path, config: Path | str | None) -> Weights:
+def _open(store: Store, path: Path, config: Path | str | None) -> Weights:
     if config is not None:
         model, text = load_model_config(str(config)), None
         if Path(config).suffix == ".json" and Path(config).is_file():
             text = Path(config).read_bytes()
-    elif state_model is not None:
-        model, text = validate(ModelConfig, state_model, str(path)), None
+    elif store.state is not None:
+        model, text = validate(ModelConfig, store.state.model, str(path)), None
     elif store.config_json is not None:
         model, text = _parse(store.config_json, f"{path}: config.json"), store.config_json
     else:
@@ -214,8 +233,7 @@ def _open(store: Store, state_model: dict[str, Any] | None, path: Path, config: 
         ignored += [(name, "a constant of the exported graph, no parameter of the model") for name in constants]
     canonical = {}
     for entry, stored_names in found.entries:
-        tensor = _tensor(entry, [tensors[name] for name in stored_names], tensors, str(path))
-        canonical[tensor.name] = tensor
+        canonical[entry.parameter.name] = _tensor(entry, [tensors[name] for name in stored_names], tensors, str(path))
     shared = [(name, tensors[copy]) for name, copy in found.copies]
     for name, copy in shared:
         original = canonical[name].parts[0].stored
@@ -223,6 +241,29 @@ def _open(store: Store, state_model: dict[str, Any] | None, path: Path, config: 
             raise UserError(f"{path}: {copy.name} should be a copy of {name}, but has another shape or dtype")
     report = _report(path if path.is_dir() else path.parent)
     return Weights(store, model, text, canonical, shared, ignored, found.with_mtp, report, list(store.notes))
+
+
+def _open_moments(weights: Weights, stores: list[Store]) -> None:
+    """A training state's moments: in the state itself, or in the folders that a conversion made of it."""
+    path, first = weights.path, stores[0]
+    by_kind: dict[str, dict[str, Stored]] = {}
+    if first.state is not None:
+        by_kind, weights.training = first.state.moments, first.state.training
+    elif path.is_dir() and (path / TRAINING).is_file():
+        try:
+            weights.training = json.loads((path / TRAINING).read_bytes())
+        except ValueError as error:
+            raise UserError(f"{path / TRAINING}: is no JSON ({error})") from None
+        for kind in MOMENTS:
+            stores.append(open_store(path / kind.rstrip("/")))
+            by_kind[kind] = stores[-1].tensors
+    for kind, tensors in by_kind.items():
+        where = f"{path}: {kind.rstrip('/')}"
+        found = names.match(weights.config, tensors.keys(), where, trained_only=True)
+        weights.moments[kind] = {
+            entry.parameter.name: _tensor(entry, [tensors[name] for name in stored], tensors, where, kind)
+            for entry, stored in found.entries
+        }
 
 
 def _parse(text: bytes, where: str) -> ModelConfig:
@@ -240,7 +281,9 @@ def _report(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _tensor(entry: names.Entry, stored: list[Stored], all_stored: dict[str, Stored], where: str) -> CanonicalTensor:
+def _tensor(
+    entry: names.Entry, stored: list[Stored], all_stored: dict[str, Stored], where: str, kind: str = PARAMS
+) -> CanonicalTensor:
     whole = len(stored) == 1 and stored[0].name == entry.parameter.name
     expected = entry.parameter.shape if whole else entry.part_shape
     parts = [_part(tensor, expected, all_stored, where) for tensor in stored]
@@ -248,7 +291,7 @@ def _tensor(entry: names.Entry, stored: list[Stored], all_stored: dict[str, Stor
     if entry.row.dtype == "float32":
         kinds.add(FLOAT32)
     dtype = kinds.pop() if len(kinds) == 1 else FLOAT32
-    return CanonicalTensor(entry, parts, dtype)
+    return CanonicalTensor(entry, parts, dtype, kind)
 
 
 def _part(stored: Stored, expected: tuple[int, ...], all_stored: dict[str, Stored], where: str) -> Part:

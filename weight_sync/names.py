@@ -142,8 +142,8 @@ class Match(NamedTuple):
     with_mtp: bool
 
 
-def match(config: ModelConfig, stored: Collection[str], where: str) -> Match:
-    """Find every parameter's stored tensors, under its canonical name or the hub's.
+def match(config: ModelConfig, stored: Collection[str], where: str, trained_only: bool = False) -> Match:
+    """Find every parameter's stored tensors, under its canonical name or the hub's; `trained_only`: the optimizer's.
 
     `UserError` naming each parameter that has none and each stored name that belongs to none.
     """
@@ -156,6 +156,8 @@ def match(config: ModelConfig, stored: Collection[str], where: str) -> Match:
     with_mtp = any(_layer(name) in depths for name in left)
     there, missing = [], []
     for entry in entries(config, with_mtp):
+        if trained_only and not entry.parameter.trainable:
+            continue
         names = (entry.parameter.name,) if entry.parameter.name in left else entry.hub
         absent = [name for name in names if name not in left]
         missing += absent

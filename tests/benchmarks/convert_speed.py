@@ -86,7 +86,9 @@ def measure(kind: str, source: str, target: str, to: str) -> dict:
     import h5py  # noqa: F401  what both ways need is imported before memory is looked at
     import safetensors.numpy  # noqa: F401
 
-    from weight_sync.convert import Options, convert, parse_size
+    from weight_sync.conversion import convert
+    from weight_sync.convert import parse_size
+    from weight_sync.plan import Options
 
     bound = sys.argv[sys.argv.index("--max-memory") + 1]
     options = Options(to=to, max_memory=parse_size(bound), quiet=True, sync=False)

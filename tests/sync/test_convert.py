@@ -10,7 +10,8 @@ from checkpoints import BF16, canonical_values, hub_folder, hub_values, read_hub
 
 from shared_ops.errors import UserError
 from weight_sync.canonical import open_weights
-from weight_sync.convert import Options, convert
+from weight_sync.conversion import convert
+from weight_sync.plan import Options
 
 FORMATS = ("hf", "torch", "mindspore", "hdf5", "onnx")
 
@@ -170,29 +171,79 @@ def test_chunked_and_compressed_hdf5_is_read(v3, tmp_path):
     assert read_hub(tmp_path / "out") == read_hub(v3)
 
 
-def test_a_step_folder_is_a_source(tmp_path):
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """(a step folder in two shards, its run's configuration, its arrays)."""
     from shared_ops.config import load_run_config
+    from shared_ops.params import manifest
     from shared_ops.resume import state_meta
-    from shared_ops.training_state import ArraySlice, write_step
+    from shared_ops.training_state import ArraySlice, StepWriter, write_shard
 
     config = load_run_config(None, ["model=tiny_v3", "train.sequence_length=64"])
     values = canonical_values(config.model, dtype=np.float32)
-    half = {name: len(value) // 2 for name, value in values.items()}
+    arrays = {f"params/{name}": value for name, value in values.items()}
+    for number, kind in enumerate(("adam_m", "adam_v")):
+        moments = canonical_values(config.model, seed=8 + number, dtype=np.float32)
+        arrays |= {f"{kind}/{p.name}": moments[p.name] for p in manifest(config.model) if p.trainable}
+    meta = state_meta(config, "key", 70)
+    with StepWriter(tmp_path_factory.mktemp("state") / "checkpoints", 7, meta) as writer:
+        halves = [[], []]
+        for name, value in arrays.items():
+            half = len(value) // 2
+            halves[0].append((name, ArraySlice(value[:half], (0,) * value.ndim, value.shape)))
+            halves[1].append((name, ArraySlice(value[half:], (half, *[0] * (value.ndim - 1)), value.shape)))
+        facts = {f"s{n}.h5": write_shard(writer.folder / f"s{n}.h5", part) for n, part in enumerate(halves)}
+        return writer.publish(facts), config, arrays
 
-    def arrays():
-        for name, value in values.items():
-            yield f"params/{name}", ArraySlice(value, (0,) * value.ndim, value.shape) if half[name] < 1 else value
-            yield f"adam_m/{name}", value * 0
 
-    step = write_step(tmp_path / "checkpoints", 7, arrays(), state_meta(config, "key", 70))
-    report = run(step, tmp_path / "out", "hf", verify=True, max_memory=100_000)
-    assert any("step 7" in note for note in report["notes"])
-    hub = hub_values(config.model, values)
+def test_a_step_folder_is_a_source(step, tmp_path):
+    folder, config, arrays = step
+    report = run(folder, tmp_path / "out", "hf", verify=True, max_memory=100_000)
+    assert report["notes"] == ["training state of step 7"]
+    hub = hub_values(config.model, {name[7:]: value for name, value in arrays.items() if name.startswith("params/")})
     found = read_hub(tmp_path / "out")
     assert found.keys() == hub.keys()
     assert all(found[name][2] == np.ascontiguousarray(value).tobytes() for name, value in hub.items())
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["dtype"] == "float32" and written["num_nextn_predict_layers"] == 2
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_whole_training_state_goes_through_every_format(step, tmp_path, to):
+    from shared_ops.resume import check_resumable, expected_arrays
+    from shared_ops.training_state import read_step
+
+    folder, config, arrays = step
+    run(folder, tmp_path / "x", to, optimizer=True, verify=True)
+    run(tmp_path / "x", tmp_path / "y", "torch", optimizer=True)
+    run(tmp_path / "y", tmp_path / "back", "training_state", optimizer=True, verify=True)
+    meta, state = read_step(tmp_path / "back")
+    assert meta == read_step(folder)[0] and meta["step"] == 7 and meta["consumed_samples"] == 70
+    state.check(expected_arrays(config))
+    check_resumable(meta, config, "key", "back", force=False)
+    for name, value in arrays.items():
+        assert same(state[name], value), name
+    run(tmp_path / "x", tmp_path / "weights", "hdf5")  # the weights alone, without the moments
+    assert not (tmp_path / "weights" / "adam_m").exists()
+
+
+def test_weights_alone_make_no_training_state(v3, tmp_path):
+    with pytest.raises(UserError, match="no optimizer moments"):
+        run(v3, tmp_path / "out", "training_state", optimizer=True)
+
+
+def test_damaged_moments_are_refused(step, tmp_path):
+    run(step[0], tmp_path / "x", "torch", optimizer=True)
+    file = tmp_path / "x" / "adam_v" / "model.pt"
+    data = bytearray(file.read_bytes())
+    value = step[2]["adam_v/model.layers.2.mlp.experts.down_proj"][4]
+    data[data.find(value.tobytes()) + 9] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(UserError, match="adam_v/model.layers.2.mlp.experts.down_proj is not what was written"):
+        run(tmp_path / "x", tmp_path / "y", "training_state", optimizer=True)
+    file.unlink()
+    with pytest.raises(UserError, match="adam_v"):
+        run(tmp_path / "x", tmp_path / "y", "training_state", optimizer=True)
 
 
 # --- dtypes ---
@@ -270,7 +321,7 @@ def test_a_bound_below_one_tensor_is_kept_and_one_below_a_row_is_refused(v3, tmp
     with open_weights(tmp_path / "a") as weights:
         for name, value in canonical_values(small("tiny_v3")).items():
             assert same(weights.tensors[name].array(), value.astype(np.float32))
-    with pytest.raises(UserError, match=r"--max-memory 1000 B is too little, .* needs .* at least"):
+    with pytest.raises(UserError, match=r"--max-memory 1000 B is too little, .* needs "):
         run(v3, tmp_path / "b", "hf", dtype="fp8", max_memory=1000)
 
 

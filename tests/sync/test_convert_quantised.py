@@ -9,7 +9,8 @@ from checkpoints import BF16, canonical_values, hub_folder, hub_values, read_hub
 
 from shared_ops.errors import UserError
 from weight_sync.canonical import open_weights
-from weight_sync.convert import Options, convert
+from weight_sync.conversion import convert
+from weight_sync.plan import Options
 
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 FP8_CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -15,7 +15,8 @@ import pytest
 from checkpoints import canonical_values, hub_folder, hub_values, read_hub, small
 
 from shared_ops.errors import UserError
-from weight_sync.convert import Options, convert
+from weight_sync.conversion import convert
+from weight_sync.plan import Options
 from weight_sync.stores.atomic import JOURNAL
 
 

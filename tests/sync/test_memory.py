@@ -18,7 +18,8 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 from convert_speed import MemoryWatch
 from pathlib import Path
-from weight_sync.convert import Options, convert
+from weight_sync.conversion import convert
+from weight_sync.plan import Options
 from weight_sync.stores.base import TensorPlan
 from weight_sync.stores.torch import TorchPlan
 import numpy as np

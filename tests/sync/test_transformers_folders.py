@@ -13,7 +13,8 @@ from shared_ops.config import ModelConfig
 from torch_proto.checkpoint import StateMap
 from torch_proto.model import DeepseekForCausalLM
 from weight_sync.canonical import open_weights
-from weight_sync.convert import Options, convert
+from weight_sync.conversion import convert
+from weight_sync.plan import Options
 
 FORMATS = ("torch", "mindspore", "hdf5", "onnx")
 # transformers has no prediction depths, loads its V2 only where heads divide the hidden size, and reads no window
@@ -28,7 +29,9 @@ def run(source, destination, to, **options):
 @pytest.fixture(scope="module", params=["tiny_v2", "tiny_v3"])
 def saved(request, tmp_path_factory):
     """A random model with non-zero biases, saved by transformers in shards of 50 MB: hence the large vocabulary."""
-    config = small(request.param, **(CHANGES | {"vocab_size": 260_000, "tie_word_embeddings": request.param == "tiny_v2"}))
+    config = small(
+        request.param, **(CHANGES | {"vocab_size": 260_000, "tie_word_embeddings": request.param == "tiny_v2"})
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config.to_hf()), attn_implementation="eager", dtype=torch.float32

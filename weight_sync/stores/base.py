@@ -97,6 +97,15 @@ def _as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+class TrainingState(NamedTuple):
+    """What a step folder holds beside its weights: the model section of its configuration, the moments by kind, and
+    its manifest less the files."""
+
+    model: dict[str, Any]
+    moments: dict[str, dict[str, Stored]]
+    training: dict[str, Any]
+
+
 @dataclass
 class Store:
     """An opened file or folder of weights: stored name -> tensor, and what lies beside them."""
@@ -108,6 +117,7 @@ class Store:
     config_json: bytes | None = None
     notes: list[str] = field(default_factory=list)  # what a report should say about how it was read
     close: Callable[[], None] = lambda: None
+    state: TrainingState | None = None
 
 
 class TensorPlan(NamedTuple):

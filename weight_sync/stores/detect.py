@@ -1,7 +1,6 @@
 """Which format is a file or folder? Its content says, not its name."""
 
 from pathlib import Path
-from typing import Any
 
 from shared_ops.errors import UserError
 from weight_sync.stores import hdf5, mindspore, onnx, safetensors, torch, training_state
@@ -13,8 +12,8 @@ _LEGACY_PICKLE = b"\x80\x02"
 _OTHER = (".json", ".jsonl", ".jinja", ".txt", ".md", ".py", ".model", ".yaml", ".yml", ".html", ".log", ".pdf", ".png")
 
 
-def open_store(path: Path) -> tuple[Store, dict[str, Any] | None]:
-    """(the store, a training state's model configuration). `UserError` where there are no weights to read."""
+def open_store(path: Path) -> Store:
+    """The store at a file or folder. `UserError` where there are no weights to read."""
     kind, files = _find(Path(path))
     if kind == "training_state":
         return training_state.read_folder(path)
@@ -23,7 +22,7 @@ def open_store(path: Path) -> tuple[Store, dict[str, Any] | None]:
     if store.config_json is None and (folder / CONFIG).is_file():
         store.config_json = (folder / CONFIG).read_bytes()
         store.files.append(folder / CONFIG)
-    return store, None
+    return store
 
 
 def format_at(path: Path) -> str:

@@ -77,8 +77,8 @@ def _tensor(path: Path, stored_name: str, dataset: h5py.Dataset, data: np.ndarra
 class Hdf5Plan:
     """The HDF5 file to write."""
 
-    def __init__(self, name: str, tensors: Sequence[TensorPlan]):
-        self.name, self.tensors = name, tensors
+    def __init__(self, name: str, tensors: Sequence[TensorPlan], group: str = GROUP):
+        self.name, self.tensors, self._group = name, tensors, group
 
     def create(self, path: Path) -> None:
         """All datasets, contiguous and with their room allocated."""
@@ -94,7 +94,7 @@ class Hdf5Plan:
                 links.set_create_intermediate_group(True)
                 space = h5py.h5s.create_simple(tensor.shape) if tensor.shape else h5py.h5s.create(h5py.h5s.SCALAR)
                 dataset = h5py.Dataset(h5py.h5d.create(
-                    file.id, (GROUP + tensor.name).encode(), h5py.h5t.py_create(stored), space, creation, links
+                    file.id, (self._group + tensor.name).encode(), h5py.h5t.py_create(stored), space, creation, links
                 ))  # fmt: skip
                 if stored != tensor.dtype:
                     dataset.attrs["dtype"] = tensor.dtype.name
@@ -103,7 +103,8 @@ class Hdf5Plan:
         """Where the library put each dataset's bytes."""
         with h5py.File(path, "r", locking=False) as file:
             return {
-                tensor.name: (file[GROUP + tensor.name].id.get_offset() or 0, tensor.nbytes) for tensor in self.tensors
+                tensor.name: (file[self._group + tensor.name].id.get_offset() or 0, tensor.nbytes)
+                for tensor in self.tensors
             }
 
 

@@ -1,14 +1,17 @@
-"""A step folder of the trainers, seen as weights: its parameters, without the optimizer's moments."""
+"""A step folder of the trainers: its parameters are weights, its moments and its position can go along."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared_ops import training_state as shared
 from shared_ops.errors import UserError
-from shared_ops.training_state import FORMAT, MANIFEST, read_step
-from weight_sync.stores.base import Rows, Store
+from shared_ops.training_state import FORMAT, MANIFEST, STATE, StepReader, read_step
+from weight_sync.stores.base import Rows, Store, Stored, TensorPlan, TrainingState
+from weight_sync.stores.hdf5 import Hdf5Plan
 
-_PARAMS = "params/"
+_PARAMS, _MOMENTS = "params/", ("adam_m/", "adam_v/")
 
 
 def is_step(folder: Path) -> bool:
@@ -19,22 +22,42 @@ def is_step(folder: Path) -> bool:
         return False
 
 
-def read_folder(folder: Path) -> tuple[Store, dict[str, Any]]:
-    """(store, the model section of the configuration it was trained with); checksums are verified first."""
+def read_folder(folder: Path) -> Store:
+    """The store of a step folder; checksums are verified first."""
     meta, reader = read_step(folder)
     try:
         model = meta["config"]["model"]
     except (KeyError, TypeError):
         reader.close()
         raise UserError(f"{folder}: its manifest has no model configuration") from None
+    files = json.loads((folder / MANIFEST).read_bytes())["files"]
+    step = meta.pop("step")
+    state = TrainingState(model, {kind: _tensors(reader, kind) for kind in _MOMENTS}, {"step": step, "meta": meta})
+    return Store(
+        folder, "training_state", _tensors(reader, _PARAMS), [folder / MANIFEST, *(folder / name for name in files)],
+        notes=[f"training state of step {step}"], close=reader.close, state=state,
+    )  # fmt: skip
 
+
+def _tensors(reader: StepReader, kind: str) -> dict[str, Stored]:
     def rows(name: str) -> Rows:
-        return Rows(
-            name.removeprefix(_PARAMS), reader.shape(name), reader.dtype(name), lambda index: reader.slice(name, index)
-        )
+        read = lambda index: reader.slice(name, index)  # noqa: E731
+        return Rows(name.removeprefix(kind), reader.shape(name), reader.dtype(name), read)
 
-    names = [name for name in reader.names() if name.startswith(_PARAMS)]
-    tensors = {name.removeprefix(_PARAMS): rows(name) for name in names}
-    files = [folder / MANIFEST, *(folder / name for name in json.loads((folder / MANIFEST).read_bytes())["files"])]
-    notes = [f"training state of step {meta['step']}: its weights are taken, its optimizer moments are left"]
-    return Store(folder, "training_state", tensors, files, notes=notes, close=reader.close), model
+    return {name.removeprefix(kind): rows(name) for name in reader.names() if name.startswith(kind)}
+
+
+def plan(tensors: Sequence[TensorPlan]) -> tuple[list[Hdf5Plan], dict[str, bytes]]:
+    """(the file to write, nothing beside it); `seal` makes it a step folder."""
+    return [Hdf5Plan(STATE, tensors, group="")], {}
+
+
+def seal(folder: Path, training: Mapping[str, Any]) -> None:
+    """Write the manifest of a complete state file."""
+    path = folder / STATE
+    manifest = {
+        "format": FORMAT, "format_version": shared.FORMAT_VERSION, "step": training["step"], "meta": training["meta"],
+        "files": {STATE: {"size": path.stat().st_size, "xxh3_64": shared._file_checksum(path)}},
+    }  # fmt: skip
+    manifest["checksum"] = shared._manifest_checksum(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
