@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
         to=to, dtype=arguments.dtype, max_memory=parse_size(arguments.max_memory),
         max_file=parse_size(arguments.max_file_size) if arguments.max_file_size else None,
         mindspore_file=arguments.mindspore_file, scale_format=arguments.scale_format, config=arguments.config,
-        optimizer=arguments.optimizer or to == STATE, verify=arguments.verify, overwrite=arguments.overwrite, quiet=arguments.quiet,
+        optimizer=arguments.optimizer or to == STATE, verify=arguments.verify, overwrite=arguments.overwrite,
+        quiet=arguments.quiet,
     )  # fmt: skip
     try:
         report = convert(arguments.source, arguments.destination, options)
