@@ -109,11 +109,11 @@ def summary(report: dict[str, Any], destination: Path) -> list[str]:
     lines += report["notes"]
     casts = {name: facts["cast"] for name, facts in report["tensors"].items() if "cast" in facts}
     if casts:
-        worst = max(casts, key=lambda name: casts[name]["max_abs_error"])
+        worst = sorted(casts, key=lambda name: -casts[name]["max_abs_error"])
         relative = max(cast["max_rel_error"] for cast in casts.values())
         lines.append(
-            f"rounded {len(casts)} tensors: largest error {casts[worst]['max_abs_error']:.3g} ({worst}), relative "
-            f"error {relative:.3g}"
+            f"rounded {len(casts)} tensors, largest error {casts[worst[0]]['max_abs_error']:.3g}, relative "
+            f"{relative:.3g}; worst first: {', '.join(worst[:5])}{', … (all in the report)' if len(worst) > 5 else ''}"
         )
     else:
         lines.append("no value was rounded")

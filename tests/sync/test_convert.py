@@ -1,6 +1,8 @@
 """Conversions between all stores: bit-identical, readable by each format's own library, within the dtype contract."""
 
 import json
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -105,6 +107,35 @@ def test_onnx_reads_and_accepts_what_is_written(v3, tmp_path, external):
     assert found.keys() == values.keys()
     for name, value in values.items():
         assert same(found[name], value), name
+
+
+BLOCKED = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "mindspore", "transformers", "onnx", "safetensors"):
+            raise ImportError(f"{name} is not installed")
+sys.meta_path.insert(0, Blocker())
+from shared_ops.errors import run_cli
+from weight_sync.__main__ import main
+sys.exit(run_cli(main, sys.argv[1:]))
+"""
+
+
+def test_without_any_framework(v3, tmp_path):
+    def blocked(*arguments) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", BLOCKED, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    way = ((v3, "h5", "hdf5"), ("h5", "ms", "mindspore"), ("ms", "onnx", "onnx"), ("onnx", "hf", "hf"))
+    for source, target, to in way:
+        done = blocked("convert", tmp_path / source, tmp_path / target, "--to", to)
+        assert done.returncode == 0, done.stderr
+    assert read_hub(tmp_path / "hf") == read_hub(v3)
+    assert blocked("inspect", tmp_path / "h5").returncode == 0
+    assert blocked("diff", tmp_path / "h5", v3).returncode == 0
+    done = blocked("convert", v3, tmp_path / "pt", "--to", "torch")
+    assert done.returncode == 2 and "pip install -e '.[torch]'" in done.stderr and "Traceback" not in done.stderr
 
 
 # --- what the own libraries write is read ---
