@@ -114,7 +114,8 @@ class CastOverflow(ValueError):
     """A finite value would become infinite; `value` is the one of largest magnitude, `dtype` what cannot hold it."""
 
     def __init__(self, value: float, dtype: np.dtype):
-        super().__init__(f"{value:.9g} does not fit into {dtype}, whose largest value is {_FLOATS[dtype].max!s}")
+        largest = float(_FLOATS[dtype].max)
+        super().__init__(f"{value:.9g} does not fit into {dtype}, whose largest value is {largest:.9g}")
         self.value, self.dtype = value, dtype
 
 
@@ -171,14 +172,13 @@ def _any_not_finite(values: np.ndarray) -> bool:
 
 
 def _refuse_overflow(array: np.ndarray, target: np.dtype) -> None:
-    finite = array[np.isfinite(array)].astype(np.float64)
-    if finite.size:
-        worst = finite[np.abs(finite).argmax()]
-        result = np.empty((), target)
-        with np.errstate(over="ignore"):
-            _convert(np.asarray(worst), result)
-        if not np.isfinite(result):
-            raise CastOverflow(worst.item(), target)
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = array[np.isfinite(array)].astype(np.float64)
+        worst = finite[np.abs(finite) == np.abs(finite).max(initial=0)][:1]  # none where nothing is finite
+        result = np.empty(worst.shape, target)
+        _convert(worst, result)
+    if not np.isfinite(result).all():
+        raise CastOverflow(worst.item(), target)
 
 
 def _blocks(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
@@ -212,7 +212,7 @@ class CastStatistics:
         self.max_abs_error = self.max_rel_error = self.max_ulp_error = 0.0
 
     def update(self, before: np.ndarray, after: np.ndarray) -> None:
-        """Add a chunk: values before the cast and after it, of one shape and floating dtypes; `after` of the target's."""
+        """Add a chunk: values before the cast and after it, of one shape; `after` has the target dtype."""
         if before.shape != after.shape:
             raise ValueError(f"before the cast {before.shape}, after it {after.shape}")
         self.values += before.size

@@ -31,7 +31,7 @@ FP8_MAX, FP4_MAX = 448.0, 6.0
 SMALLEST_SCALE = np.float32(2.0**-126)  # written; a subnormal one would have fewer than 24 digits
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
-_CHUNK = 1 << 17  # elements worked on at once: what a pass leaves is in the cache for the next
+_CHUNK = 1 << 18  # elements worked on at once: what a pass leaves is in the cache for the next
 _FP32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -133,9 +133,7 @@ def dequantise_fp8(
         part, result = codes[start:stop], out[start:stop]
         if (part | 0x80).max() == 0xFF:
             row, column = np.argwhere((part | 0x80) == 0xFF)[0]
-            raise DamagedValue(
-                f"the FP8 byte 0x{part[row, column]:02X} (NaN)", (first_row + start + row, column)
-            )
+            raise DamagedValue(f"the FP8 byte 0x{part[row, column]:02X} (NaN)", (first_row + start + row, column))
         bits = result.view(np.int32)
         np.copyto(bits, part.view(np.int8))  # extends the sign
         bits <<= 20
@@ -239,7 +237,7 @@ def quantise_fp8(strip: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.n
     by_column = np.repeat(scales, BLOCK, axis=1)[:, :columns]
     table = _code_table("float8_e4m3fn", FP8_MAX)
     for start, stop in _strips(rows, columns):
-        bits = _round_to_odd(strip[start:stop] / by_column[start // BLOCK])
+        bits = _round_to_odd(np.divide(strip[start:stop], by_column[start // BLOCK], order="C"))
         np.take(table, bits, out=codes[start:stop], mode="clip")
     if scales.max() * FP8_MAX > _FP32_MAX / 2:
         dequantise_fp8(codes, scales)  # may find a product beyond fp32
@@ -262,9 +260,9 @@ def quantise_mxfp4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     low_code = _code_table("float4_e2m1fn", FP4_MAX)
     high_code = low_code << 4
     for start, stop in _strips(count, columns):
-        part, strip_scales = rows[start:stop], scales[start:stop]
+        part, strip_scales = np.ascontiguousarray(rows[start:stop]), scales[start:stop]
         # As integers, magnitudes are ordered as their values are, infinity and NaN above all.
-        magnitude = np.ascontiguousarray(part).view(np.int32) & np.int32(0x7FFFFFFF)
+        magnitude = part.view(np.int32) & np.int32(0x7FFFFFFF)
         largest = np.maximum.reduceat(magnitude.reshape(-1), np.arange(0, part.size, GROUP)).view(np.float32)
         _check_finite(largest, part, start)
         strip_scales[...] = _power_scales(largest, 2).reshape(strip_scales.shape)
