@@ -1,5 +1,7 @@
 """Operations without parameters; the only file that asks which device a tensor is on.
 
+The forward pass reads sizes from `.shape`, which an exported graph keeps free; `len()` would fix them.
+
 Shapes: B rows, S sequence, T = B S tokens, D hidden, N heads, h/v query and value head widths, r rotary width, E
 experts, K experts per token, F expert width, V vocabulary.
 """
@@ -97,7 +99,7 @@ class RoutedExperts(nn.Module):
         flat = slots.reshape(-1)
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
+        inverse[order] = torch.arange(order.shape[0], device=order.device)
         counts = (flat[:, None] == torch.arange(self.n_slots, device=flat.device)).sum(0)
         sorted_x = _ToExperts.apply(x, order, inverse, self.top_k)
         gate, up = grouped_linear(sorted_x, gate_up.to(x.dtype), counts).chunk(2, -1)
@@ -203,7 +205,7 @@ class ChosenMask(nn.Module):
         self.n = n
 
     def forward(self, indices: Tensor) -> Tensor:
-        zeros = torch.zeros(len(indices), self.n, device=indices.device)
+        zeros = torch.zeros(indices.shape[0], self.n, device=indices.device)
         return zeros.scatter_(1, indices, 1.0)
 
 
