@@ -62,7 +62,7 @@ class Router(nn.Cell):
         if self.has_bias:
             group_scores = ms.ops.gather_elements(grouped, 1, self.best_two(grouped)).sum(-1)
         else:
-            group_scores = grouped.max(-1)
+            group_scores = ms.ops.amax(grouped, -1)
         groups = self.chosen_groups(self.top_groups(group_scores.reshape(-1, self.n_group)))
         return scores.masked_fill(self.gather(groups, self.group_of_expert, 1) == 0, float("-inf"))
 

@@ -23,7 +23,8 @@ from weight_sync import dtypes, quantised
 from weight_sync.canonical import CONFIG, FLOAT32, PARAMS, REPORT, TRAINING, CanonicalTensor, Weights, open_weights
 from weight_sync.output import Output
 from weight_sync.plan import CHUNK, STATE, Options, Plan, Target, fingerprint, reading_step
-from weight_sync.progress import Progress, sized
+from weight_sync.progress import Progress
+from weight_sync.sizes import sized
 from weight_sync.stores import training_state
 from weight_sync.stores.atomic import Partial, disk_errors
 
@@ -272,10 +273,12 @@ class _Conversion:
 
     def _report(self) -> dict[str, Any]:
         weights, plan = self.weights, self.plan
-        read = sum(part.stored.nbytes for target in plan.targets.values() for part in target.tensor.parts)
+        parts = [part for target in plan.targets.values() for part in target.tensor.parts]
+        read = [part.stored for part in parts] + [part.scales for part in parts if part.scales is not None]
+        read += [copy for _, copy in weights.copies]
         return {
-            "source": {"path": str(weights.path), "format": weights.format, "tensors": len(weights.store.tensors),
-                       "bytes": read},
+            "source": {"path": str(weights.path), "format": weights.format, "tensors": len(read),
+                       "bytes": sum(stored.nbytes for stored in read)},
             "destination": {"format": self.options.to, "tensors": len(plan.tensors), "bytes": plan.nbytes,
                             "files": sorted(plan.files)},
             "options": {"dtype": self.options.dtype, "max_memory": self.options.max_memory},
