@@ -73,7 +73,7 @@ def test_the_shared_part_and_the_twins_stand_apart(package):
 
 
 # what runs a framework's model to compare it
-SIDES_OF_PARITY = ("weight_sync.parity_ms_train", "weight_sync.parity_torch_proto", "weight_sync.parity_transformers")
+SIDES_OF_PARITY = tuple(f"weight_sync.agreement.side_{name}" for name in ("ms_train", "torch_proto", "transformers"))
 
 
 def test_weight_sync_meets_a_framework_only_in_its_stores():

@@ -3,7 +3,7 @@
     python -m weight_sync parity [--config FILE] [--weights PATH] [--pair A,B] [--steps N] [--html FILE] [--json FILE]
 
 Compares inputs, outputs, gradients and chosen experts of every module of ms_train, torch_proto and transformers' model,
-two at a time, then optimizer steps of the twins, and names the first module that makes them differ (parity_compare says
+two at a time, then optimizer steps of the twins, and names the first module that makes them differ (compare says
 how). Exit code 0 where they agree, 1 where they differ, 2 for bad input.
 """
 
@@ -20,11 +20,11 @@ from rich.console import Console
 from shared_ops.config import DEFAULT_RUN_FILE, ModelConfig, RunConfig
 from shared_ops.errors import EXIT_DIFFERENT, EXIT_OK, UserError
 from shared_ops.params import parameter_count
-from weight_sync import parity_problem as problem
-from weight_sync.parity_compare import compare_sides
-from weight_sync.parity_report import Report, show, write_html, write_json
-from weight_sync.parity_steps import compare_steps
-from weight_sync.parity_verdict import judge
+from weight_sync.agreement import problem
+from weight_sync.agreement.compare import compare_sides
+from weight_sync.agreement.report import Report, show, write_html, write_json
+from weight_sync.agreement.steps import compare_steps
+from weight_sync.agreement.verdict import judge
 
 # Who is followed where rounding decides a choice, and whose modules are tried alone: the last, a twin, quick to call.
 SIDES = ("transformers", "ms_train", "torch_proto")
@@ -71,7 +71,7 @@ def run(
     batch = problem.made_batch(setting, seed)
     console = Console(stderr=True)
     with console.status(f"building {names[0]} and {names[1]}") as status:
-        sides = [importlib.import_module(f"weight_sync.parity_{name}").Side(setting, state) for name in names]
+        sides = [importlib.import_module(f"weight_sync.agreement.side_{name}").Side(setting, state) for name in names]
         status.update("running both on the batch, module by module")
         comparison = compare_sides(*sides, batch, bound)
         made = []
@@ -99,7 +99,7 @@ def prepare(
         setting = problem.sized(setting or problem.in_default_run(model), model, rows, length)
     left_out = []
     if "transformers" in names:
-        model, left_out = importlib.import_module("weight_sync.parity_transformers").comparable(setting.model)
+        model, left_out = importlib.import_module("weight_sync.agreement.side_transformers").comparable(setting.model)
         setting = problem.sized(setting, model, rows, length)
     if weights is None:
         parameters, source = problem.made_parameters(setting.model, seed), f"made from seed {seed}"

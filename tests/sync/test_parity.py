@@ -31,15 +31,15 @@ from shared_ops.config import ModelConfig, load_model_config
 from shared_ops.errors import UserError, run_cli
 from shared_ops.params import CORRECTION_BIAS, manifest
 from torch_proto import attention, block, checkpoint, experts, linear, model, mtp, ops, optim, router
-from weight_sync import parity, parity_compare, parity_ms_train, parity_torch_proto, parity_transformers
-from weight_sync import parity_problem as problem
-from weight_sync.parity_compare import compare_sides, difference
-from weight_sync.parity_report import Report, remarks, write_html, write_json
-from weight_sync.parity_steps import compare_steps
-from weight_sync.parity_verdict import judge
+from weight_sync import parity
+from weight_sync.agreement import compare, problem, side_ms_train, side_torch_proto, side_transformers
+from weight_sync.agreement.compare import compare_sides, difference
+from weight_sync.agreement.report import Report, remarks, write_html, write_json
+from weight_sync.agreement.steps import compare_steps
+from weight_sync.agreement.verdict import judge
 
 BOUND, ROWS, LENGTH = 1e-5, 4, 40
-SIDES = {"ms_train": parity_ms_train, "torch_proto": parity_torch_proto, "transformers": parity_transformers}
+SIDES = {"ms_train": side_ms_train, "torch_proto": side_torch_proto, "transformers": side_transformers}
 # one dense layer, one with experts, one for prediction; o_proj is square; positions beyond YaRN's original length
 SMALL = {"vocab_size": 257, "hidden_size": 36, "num_hidden_layers": 2, "first_k_dense_replace": 1,
          "num_nextn_predict_layers": 1}  # fmt: skip
@@ -183,7 +183,7 @@ def test_sound_twins_agree_with_transformers(twin, name):
 
 def test_the_execution_mode_is_left_as_it_was(cases):
     call = ms_nn.Cell.__call__
-    with parity_ms_train.mode(ms.GRAPH_MODE):
+    with side_ms_train.mode(ms.GRAPH_MODE):
         side = cases("v3").build("ms_train")
         side.capture(cases("v3").batch, {})
         assert ms.get_context("mode") == ms.GRAPH_MODE
@@ -688,7 +688,7 @@ def test_a_tie_is_reported_and_not_blamed(monkeypatch, reference, preferred, wha
     assert len(flip.rows) > 3 and flip.gap < 1e-6
     assert any("rounding decided" in line and flip.key.path in line for line in remarks(report))
     # left alone, they would differ by far
-    monkeypatch.setattr(parity_compare, "ties", lambda *_: [])
+    monkeypatch.setattr(compare, "ties", lambda *_: [])
     left_alone = case.compare(*sides)
     assert {row.key.path: row.output for row in left_alone.comparison.rows}["model.layers.1.mlp.experts"] > 0.01
 

@@ -21,7 +21,7 @@ from shared_ops.batch import Batch
 from shared_ops.config import RunConfig
 from shared_ops.params import manifest
 from shared_ops.training_loop import StepValues
-from weight_sync.parity_capture import Call, Capture, Forced, Key, Leaf, Recorder, with_tensors
+from weight_sync.agreement.capture import Call, Capture, Forced, Key, Leaf, Recorder, with_tensors
 
 HEAD, LOSS = "lm_head", "total_loss"
 
@@ -76,7 +76,7 @@ class Side:
         gradients: Sequence[np.ndarray],
         forced: Forced,
     ) -> tuple[Call, dict[str, np.ndarray]]:
-        """See `parity_compare.Side`."""
+        """See `compare.Side`."""
         recorder, given, variables = Recorder(tap, with_rows, forced, before), iter(inputs), []
         cell, method = self.places[call.key.path]
 

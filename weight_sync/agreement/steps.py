@@ -14,7 +14,7 @@ from shared_ops.config import Optim, RunConfig
 from shared_ops.params import CORRECTION_BIAS, manifest
 from shared_ops.schedule import learning_rate
 from shared_ops.training_loop import StepValues
-from weight_sync.parity_compare import difference
+from weight_sync.agreement.compare import difference
 
 # Two roundings of each twin, to half a unit in the last place, per step; relative to the largest value.
 PARAMETER_BOUND = 4e-7

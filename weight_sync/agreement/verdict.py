@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared_ops.config import RunConfig
-from weight_sync.parity_capture import Key
-from weight_sync.parity_compare import Comparison
-from weight_sync.parity_steps import StepComparison
+from weight_sync.agreement.capture import Key
+from weight_sync.agreement.compare import Comparison
+from weight_sync.agreement.steps import StepComparison
 
 # what to read when a quantity of a step is the first that differs though every module agrees
 _MADE_BY = {

@@ -21,10 +21,10 @@ from shared_ops.files import write_atomically
 from shared_ops.monitor.history import encode_number
 from shared_ops.monitor.report import BLUE, CONFIG, GREEN, GREY, ORANGE
 from shared_ops.params import layer_of
-from weight_sync.parity_compare import Comparison, Row
-from weight_sync.parity_page import PAGE
-from weight_sync.parity_steps import StepComparison
-from weight_sync.parity_verdict import Verdict
+from weight_sync.agreement.compare import Comparison, Row
+from weight_sync.agreement.page import PAGE
+from weight_sync.agreement.steps import StepComparison
+from weight_sync.agreement.verdict import Verdict
 
 RED = "#dc2626"
 HIGHEST = 10.0  # what a logarithmic axis shows of infinity

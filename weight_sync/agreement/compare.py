@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from shared_ops.batch import Batch
-from weight_sync.parity_capture import Call, Capture, Forced, Key, Leaf
+from weight_sync.agreement.capture import Call, Capture, Forced, Key, Leaf
 
 
 class Side(Protocol):

@@ -15,7 +15,7 @@ from shared_ops.training_loop import StepValues
 from torch_proto.data import to_device
 from torch_proto.parallel import Parallel
 from torch_proto.trainer import Trainer
-from weight_sync.parity_capture import Call, Capture, Forced, Key, Leaf, Recorder, with_tensors
+from weight_sync.agreement.capture import Call, Capture, Forced, Key, Leaf, Recorder, with_tensors
 
 HEAD, LOSS = "lm_head", "total_loss"
 
@@ -62,7 +62,7 @@ class Side:
         gradients: Sequence[np.ndarray],
         forced: Forced,
     ) -> tuple[Call, dict[str, np.ndarray]]:
-        """See `parity_compare.Side`."""
+        """See `compare.Side`."""
         recorder, given = Recorder(tap, with_rows, forced, before), iter(inputs)
 
         def tensor_of(_: Leaf) -> Tensor:

@@ -19,8 +19,8 @@ from shared_ops.batch import IGNORED, Batch
 from shared_ops.config import ModelConfig, RunConfig
 from shared_ops.errors import UserError
 from shared_ops.params import manifest
-from weight_sync.parity_capture import Call, Capture, Forced, Key, Leaf, Recorder
-from weight_sync.parity_torch_proto import tap, with_rows
+from weight_sync.agreement.capture import Call, Capture, Forced, Key, Leaf, Recorder
+from weight_sync.agreement.side_torch_proto import tap, with_rows
 
 LEFT_OUT = {"num_nextn_predict_layers": 0, "aux_loss_alpha": 0.0, "router_z_loss_coef": 0.0}
 
