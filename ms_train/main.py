@@ -17,11 +17,11 @@ SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}  # processes that share cores must
 
 def main(argv: Sequence[str]) -> None:
     """Configuration -> model -> training."""
-    config, resume, force = parse("ms_train/main.py", argv)
+    config, resume, force, weights = parse("ms_train/main.py", argv)
     for name, value in (QUIET | SHARED_CORES).items():
         os.environ.setdefault(name, value)
     rank, world_size = int(os.environ.get("RANK_ID", 0)), int(os.environ.get("MS_WORKER_NUM", 1))
-    loop = TrainingLoop(config, "ms_train", rank, world_size, resume, force)
+    loop = TrainingLoop(config, "ms_train", rank, world_size, resume, force, weights)
     loop.on_stop = launcher.take_console
     launcher.enter(lambda how: FailureWatch(loop.folder.failures, rank, world_size).report(RuntimeError(how)))
 

@@ -35,14 +35,15 @@ class Parallel:
         """A cell that sums many fp32 tensors over all processes."""
         return SumAll(self.world_size)
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        if self.world_size > 1:
-            self.meet(Tensor(np.ones(1, np.float32))).asnumpy()
+    def total(self, number: float) -> float:
+        """The sum of a number over all processes, exact for integers below 2^24; waits for all of them."""
+        if self.world_size == 1:
+            return float(number)
+        return float(self.meet(Tensor(np.full(1, number, np.float32))).asnumpy()[0])
 
     def finish(self) -> None:
         """Leave together."""
-        self.barrier()
+        self.total(0)
 
 
 class Sum(nn.Cell):
@@ -61,7 +62,7 @@ class Sum(nn.Cell):
 
 
 class _Meeting(nn.Cell):
-    """A sum on its own, compiled: what a barrier is made of."""
+    """A sum on its own, compiled: what `total` is made of."""
 
     def __init__(self, world_size: int):
         super().__init__()

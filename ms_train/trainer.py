@@ -16,8 +16,11 @@ from ms_train.step import TrainStep, ValidationStep
 from shared_ops.batch import Batch
 from shared_ops.config import RunConfig
 from shared_ops.errors import UserError
+from shared_ops.resume import expected_arrays
+from shared_ops.shares import Part, share_out
 from shared_ops.training_loop import StepValues
 from shared_ops.training_state import StepReader
+from shared_ops.weights import Weights
 
 DTYPES = {"fp32": ms.float32, "bf16": ms.bfloat16}
 LAYERS_WITHIN_DEFAULT_RECURSION = 24
@@ -54,17 +57,27 @@ class Trainer:
         total, labels = both.asnumpy().tolist()
         return total, labels
 
-    def arrays(self) -> Iterable[tuple[str, np.ndarray]]:
-        """The training state in canonical form."""
-        return self.states.arrays(self.train_step.optimizer)
+    def arrays(self, parts: Iterable[Part] | None = None) -> Iterable[tuple[str, np.ndarray]]:
+        """The given parts of the training state in canonical form, or all of it."""
+        if parts is None:
+            (parts,) = share_out(expected_arrays(self.config), 1)
+        return self.states.arrays(self.train_step.optimizer, parts)
 
     def restore(self, state: StepReader, updates: int) -> None:
         """Take over a training state; the count of updates comes with each step."""
         self.states.restore(self.train_step.optimizer, state)
 
+    def load(self, weights: Weights) -> None:
+        """Take over parameters only."""
+        self.states.load(weights)
+
+    def total(self, number: float) -> float:
+        """The sum of a number over all ranks."""
+        return self.parallel.total(number)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.parallel.barrier()
+        self.parallel.total(0)
 
     def memory_bytes(self) -> int:
         """Peak memory: the device's allocations, or this process's resident set."""

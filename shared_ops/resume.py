@@ -1,6 +1,6 @@
 """What a training state must have in common with the run that goes on from it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shared_ops.config import RunConfig
@@ -51,12 +51,7 @@ def check_resumable(meta: Mapping[str, Any], config: RunConfig, data_key: str, w
     """`UserError` that lists field by field what differs and matters; `force` accepts all but the model."""
     now = state_meta(config, data_key, 0)
     try:
-        was, new = _flat(meta["config"]), _flat(now["config"])
-        different = [
-            f"{key}: {was.get(key)!r} there, {new.get(key)!r} now"
-            for key in sorted(was.keys() | new.keys())
-            if was.get(key) != new.get(key) and not _is_harmless(key)
-        ]
+        different = differences(meta["config"], now["config"], HARMLESS)
         if meta["tables"] != now["tables"]:
             different.append(f"expert placement table: {meta['tables']} there, {now['tables']} now")
         if meta["data_key"] != data_key:
@@ -73,8 +68,14 @@ def check_resumable(meta: Mapping[str, Any], config: RunConfig, data_key: str, w
         raise UserError(f"{where}: cannot go on from it: {listed}; take the old values, or {advice}")
 
 
-def _is_harmless(key: str) -> bool:
-    return any(key == known or key.startswith(known + ".") for known in HARMLESS)
+def differences(was: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str]) -> list[str]:
+    """One line for each field of a nested configuration that differs, but for the `harmless` and what is below them."""
+    was, now = _flat(was), _flat(now)
+    return [
+        f"{key}: {was.get(key)!r} there, {now.get(key)!r} now"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key) and not any(key == h or key.startswith(h + ".") for h in harmless)
+    ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -27,7 +27,9 @@ from shared_ops.monitor.run_folder import RunFolder
 from shared_ops.params import parameter_count
 from shared_ops.resume import check_resumable, expected_arrays, state_meta
 from shared_ops.schedule import learning_rate
+from shared_ops.shares import Part, share_out
 from shared_ops.training_state import StepReader, latest_step, read_step, rotate, write_step
+from shared_ops.weights import Weights, open_weights
 
 
 class StepValues(NamedTuple):
@@ -53,11 +55,17 @@ class Twin(Protocol):
     def validate(self, batch: Batch) -> tuple[float, float]:
         """(cross entropy summed over labels, number of labels) of one validation batch, over all ranks."""
 
-    def arrays(self) -> Iterable[tuple[str, np.ndarray]]:
-        """The training state's arrays in canonical form."""
+    def arrays(self, parts: Iterable[Part]) -> Iterable[tuple[str, np.ndarray]]:
+        """The given parts of the training state in canonical form; nothing else leaves the device."""
 
     def restore(self, state: StepReader, updates: int) -> None:
         """Take over a training state."""
+
+    def load(self, weights: Weights) -> None:
+        """Take over parameters only."""
+
+    def total(self, number: float) -> float:
+        """The sum of a number over all ranks, exact for integers below 2^24; waits for all of them."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -67,13 +75,21 @@ class Twin(Protocol):
 
 
 class TrainingLoop:
-    """One run on one rank of `world_size`. `resume`: None, "auto" or a step folder."""
+    """One run on one rank of `world_size`. `resume`: None, "auto" or a step folder; `weights`: what a new run begins
+    with instead of initial values."""
 
     def __init__(
-        self, config: RunConfig, twin_name: str, rank: int, world_size: int, resume: str | None, force: bool
+        self,
+        config: RunConfig,
+        twin_name: str,
+        rank: int,
+        world_size: int,
+        resume: str | None,
+        force: bool,
+        weights: Path | None = None,
     ):
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.resume, self.force = resume, force
+        self.resume, self.force, self.weights = resume, force, weights
         self.folder = RunFolder(config.run.dir, config.run.name, twin_name).create()
         self.on_stop: Callable[[], None] = lambda: None  # called when the ranks have agreed to stop early
         config.micro_batches(world_size)  # refuses what does not divide before any work is done
@@ -83,6 +99,11 @@ class TrainingLoop:
         if self.rank == 0:
             self.folder.hold()
         self.state_folder = self._find_state()
+        if self.state_folder is not None:
+            self.weights = None
+        elif self.weights is not None:
+            with open_weights(self.weights, self.config.model, verify=self.rank == 0):
+                pass  # what is wrong with them is told before any work
         self.data_folder, self.data = find_data(self.config, quiet=self.rank != 0)
         if self.data.vocab_size > self.config.model.vocab_size:
             raise UserError(
@@ -98,19 +119,28 @@ class TrainingLoop:
             meta, state = read_step(self.state_folder, verify=self.rank == 0)
             with state:
                 check_resumable(meta, self.config, self.data.key, str(self.state_folder), self.force)
-                state.check(expected_arrays(self.config))
+                state.check(expected_arrays(self.config), [np.float32])
             self.start, self.consumed = meta["step"], meta["consumed_samples"]
 
     def run(self, twin: Twin) -> None:
         """Train to the end, or until a rank is asked to stop."""
+        if twin.total(self.start if self.rank == 0 else 0) != self.start:
+            raise UserError(
+                f"{self.folder.checkpoints}: rank {self.rank} finds the checkpoint of step {self.start} there, rank 0 "
+                "another one: run.dir must be on a file system that all machines share"
+            )
         if self.state_folder is not None:
             _, state = read_step(self.state_folder, verify=False)
             with state:
                 twin.restore(state, self.start)
+        elif self.weights is not None:
+            with open_weights(self.weights, self.config.model, verify=False) as weights:
+                twin.load(weights)
+        twin.barrier()  # rank 0 may rename now what the others have read
         last = self.config.train.last_step
         recorder = None
         if self.rank == 0:
-            resumed_here = self.state_folder is not None and self.state_folder.parent == self.folder.checkpoints
+            resumed_here = self.state_folder is not None and self._is_own(self.state_folder)
             start = self.start if resumed_here else 0
             tensorboard = self.config.monitor.tensorboard
             recorder = Recorder(self.folder, last, start, resumed_here, tensorboard=tensorboard)
@@ -189,12 +219,18 @@ class TrainingLoop:
         return total / max(labels, 1.0)
 
     def _save(self, twin: Twin, step: int) -> None:
-        arrays = twin.arrays()
+        """Every rank writes its share."""
+        parts = share_out(expected_arrays(self.config), self.world_size)[self.rank]
+        arrays = ((name, part.place(array)) for part, (name, array) in zip(parts, twin.arrays(parts), strict=True))
+        meta = state_meta(self.config, self.data.key, self.consumed)
+        write_step(self.folder.checkpoints, step, arrays, meta, self.rank, self.world_size, twin.total)
         if self.rank == 0:
-            meta = state_meta(self.config, self.data.key, self.consumed)
-            write_step(self.folder.checkpoints, step, arrays, meta)
             rotate(self.folder.checkpoints, self.config.checkpoint.save_total_limit)
         twin.barrier()
+
+    def _is_own(self, state_folder: Path) -> bool:
+        """Whether a step folder is one of this run's, however its path is spelt."""
+        return state_folder.parent.resolve() == self.folder.checkpoints.resolve()
 
     def _find_state(self) -> Path | None:
         if self.resume is None:
@@ -232,6 +268,8 @@ class TrainingLoop:
         recorder.message(f"run folder {self.folder.path}")
         if self.state_folder is not None:
             recorder.message(f"going on after step {self.start}, from {self.state_folder}")
+        elif self.weights is not None:
+            recorder.message(f"beginning with the weights in {self.weights}")
         if self.start >= config.train.last_step:
             recorder.message("nothing left to do: raise train.steps or train.stop_after to go on")
         elif twin.first_step_notice:

@@ -6,14 +6,16 @@
       manifest.json   {"format", "format_version", "step", "meta": {config, consumed_samples, digests, …},
                        "files": {"state.h5": {"size", "xxh3_64"}}, "checksum": xxh3_64 of all the rest}
 
-Several ranks may each write a shard (any file names). A dataset that is only a part of an array has the
-attributes global_shape and global_offset, where it lies in the whole; the reader puts the pieces together.
+In a job of several ranks each writes a shard, `state-00000-of-00004.h5` (the reader takes any file names and any number
+of them). A dataset that is only a part of an array has the attributes global_shape and global_offset, where it lies in
+the whole; the reader puts the pieces together.
 
 A step folder is written under a temporary name in the same folder, files and folders are synced, the
 manifest comes last, and a rename makes it a step folder. So a kill, a full disk or a power cut at any
 moment leaves all former step folders and at most a temporary one, which the next writer removes. The
-writer holds a lock on its temporary folder (the kernel frees it with the process), which is how the next
-one knows a dead writer's folder from a living one's. Where a step folder exists already, it is renamed to
+writer (rank 0) holds a lock on its temporary folder (the kernel frees it with the process), which is how the next
+one knows a dead writer's folder from a living one's. The temporary name has a token that the ranks agree on, so that a
+straggler of a dead job can never write into a living one's folder. Where a step folder exists already, it is renamed to
 `.replaced-step_…` for the moment until the new one has its name; readers take that one if the moment was
 cut short.
 """
@@ -21,13 +23,17 @@ cut short.
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import math
 import os
 import re
+import secrets
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +50,9 @@ MANIFEST, STATE = "manifest.json", "state.h5"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _STEP = re.compile(r"(?:\.replaced-)?step_(\d{8,})")
 _OTHER_CHOICE = "choose another step folder (or --resume auto, which takes the newest complete one)"
+_MOVE_AWAY = "choose another step folder, or move this one away and give --resume auto, which takes the newest left"
+_SAME_MODEL = "resume with the model configuration that the state was written with"
+OPEN_SHARDS = 32  # files that a reader keeps open: there may be more shards than a process may open
 _STALE_SECONDS = 24 * 3600  # a temporary folder's age on file systems that know no locks
 
 
@@ -63,14 +72,72 @@ def write_step(
     step: int,
     arrays: Iterable[tuple[str, np.ndarray | ArraySlice]],
     meta: Mapping[str, Any],
+    rank: int = 0,
+    ranks: int = 1,
+    total: Callable[[float], float] = float,
 ) -> Path:
-    """Write one step folder from one process and return its path; an existing one of that step is replaced.
+    """Write one step folder and return its path; an existing one of that step is replaced.
 
-    `arrays` is consumed one by one, so a generator keeps memory low. `meta` must be plain JSON.
-    `UserError` when the disk refuses; former step folders are untouched then.
+    All ranks of a job call it together, each with its share of the arrays. `total(number)` is the sum of a number over
+    the ranks, exact for integers below 2^24, and waits for all of them. `arrays` is consumed one by one, so a generator
+    keeps memory low. `meta` must be plain JSON.
+
+    `UserError` when the disk refuses; former step folders are untouched then. A rank that fails raises its own error
+    after all have ended their shards, and rank 0 removes them; the other ranks then wait for that error to end the job.
     """
-    with StepWriter(checkpoints_dir, step, meta) as writer:
-        return writer.publish({STATE: write_shard(writer.folder / STATE, arrays)})
+    with StepWriter(checkpoints_dir, step, meta) if rank == 0 else contextlib.nullcontext() as writer:
+        token = int(total(writer.token if writer else 0))  # now the folder is there
+        folder, error = _temporary_folder(Path(checkpoints_dir), step, token), None
+        try:
+            _write_share(folder, _shard_name(rank, ranks), arrays)
+        except Exception as caught:  # noqa: BLE001  the other ranks must hear of any
+            error = caught
+        failed = total(float(error is not None)) > 0
+        if failed and writer:
+            writer.discard()
+        if error:
+            raise error
+        if failed:
+            total(0.0)
+            raise RuntimeError(f"step {step} is not saved: another rank could not write its share")
+        if writer:
+            writer.publish(_facts_of_shards(folder, ranks))
+    return _step_folder(Path(checkpoints_dir), step)
+
+
+def _shard_name(rank: int, ranks: int) -> str:
+    return STATE if ranks == 1 else f"state-{rank:05d}-of-{ranks:05d}.h5"
+
+
+def _step_folder(checkpoints_dir: Path, step: int) -> Path:
+    return checkpoints_dir / f"step_{step:08d}"
+
+
+def _temporary_folder(checkpoints_dir: Path, step: int, token: int) -> Path:
+    return checkpoints_dir / f".tmp-{_step_folder(checkpoints_dir, step).name}-{token:06x}"
+
+
+def _write_share(folder: Path, name: str, arrays: Iterable[tuple[str, np.ndarray | ArraySlice]]) -> None:
+    """Write a rank's shard into rank 0's temporary folder, and its facts beside it."""
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: rank 0 has made this folder to save in, and another rank does not see it: run.dir must be on "
+            "a file system that all machines share"
+        )
+    facts = write_shard(folder / name, arrays)
+    with _disk_errors(folder / name):
+        write_atomically(folder / f"{name}.json", json.dumps(facts))
+
+
+def _facts_of_shards(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
+    """What the ranks' `_write_share` left, for the manifest."""
+    facts = {}
+    for name in (_shard_name(rank, ranks) for rank in range(ranks)):
+        path = folder / f"{name}.json"
+        with _disk_errors(path):
+            facts[name] = json.loads(path.read_bytes())
+            path.unlink()
+    return facts
 
 
 class StepWriter:
@@ -82,8 +149,10 @@ class StepWriter:
         self.meta = json.loads(json.dumps(dict(meta), allow_nan=False))
         self.step = int(step)
         self.checkpoints_dir = Path(checkpoints_dir)
-        self.target = self.checkpoints_dir / f"step_{self.step:08d}"
-        self.folder = self.checkpoints_dir / f".tmp-{self.target.name}-{os.uname().nodename}-{os.getpid()}"
+        self.target = _step_folder(self.checkpoints_dir, self.step)
+        self.token = secrets.randbelow(1 << 24)
+        self.folder = _temporary_folder(self.checkpoints_dir, self.step, self.token)
+        self._lock = None
         with _disk_errors(self.target):
             self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
             clean_leftovers(self.checkpoints_dir)
@@ -92,17 +161,9 @@ class StepWriter:
 
     def publish(self, files: Mapping[str, Mapping[str, Any]]) -> Path:
         """Write the manifest and give the folder its name; `files` maps each shard's name to its facts."""
-        manifest = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "step": self.step,
-            "meta": self.meta,
-            "files": {name: dict(facts) for name, facts in files.items()},
-        }
-        manifest["checksum"] = _manifest_checksum(manifest)
         with _disk_errors(self.target):
             sync(self.folder)
-            write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            seal(self.folder, self.step, self.meta, files)
             replaced = self.checkpoints_dir / f".replaced-{self.target.name}"
             if self.target.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -113,6 +174,11 @@ class StepWriter:
         self._unlock()
         return self.target
 
+    def discard(self) -> None:
+        """Remove what was not published."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
     def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
@@ -122,30 +188,53 @@ class StepWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Remove what was not published."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
+        self.discard()
 
 
 def write_shard(path: Path, arrays: Iterable[tuple[str, np.ndarray | ArraySlice]]) -> dict[str, Any]:
     """Write arrays into one HDF5 file, synced; returns its size and checksum for `StepWriter.publish`."""
     with _disk_errors(path):
-        file = h5py.File(path, "w", locking=False)
-    try:
-        for (
-            name,
-            value,
-        ) in arrays:  # not under _disk_errors: what the producer of the arrays raises is not the disk's
-            with _disk_errors(path):
+        disk = _Disk(path)
+    with disk:
+        with h5py.File(disk, "w") as file:
+            for name, value in arrays:  # what their producer raises goes through as it is
                 _write_array(file, name, value)
-    except BaseException:
-        with contextlib.suppress(OSError, RuntimeError):
-            file.close()
-        raise
+                disk.check()
+        disk.check()
     with _disk_errors(path):
-        file.close()
         sync(path)
-        return {"size": path.stat().st_size, "xxh3_64": _file_checksum(path)}
+        return file_facts(path)
+
+
+class _Disk(io.FileIO):
+    """The file that h5py writes a shard to. HDF5 crashes after a disk has refused its metadata, so it never hears of
+    it: what failed is kept for `check`, and what would be written after it goes nowhere."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, "w+")
+        self.path = path
+        self._error: OSError | None = None
+
+    def write(self, data: memoryview) -> None:
+        """All of it, or as far as the disk goes."""
+        try:
+            while self._error is None and len(data):
+                data = data[super().write(data) :]
+        except OSError as error:
+            self._error = error
+
+    def truncate(self, size: int) -> None:
+        """HDF5 sets the file's length when it closes it."""
+        try:
+            super().truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+
+    def check(self) -> None:
+        """`UserError` for what the disk has refused."""
+        if self._error is not None:
+            with _disk_errors(self.path):
+                raise self._error
 
 
 def _write_array(file: h5py.File, name: str, value: np.ndarray | ArraySlice) -> None:
@@ -245,57 +334,71 @@ def read_step(folder: Path, verify: bool = True) -> tuple[dict[str, Any], "StepR
         for name, facts in manifest["files"].items():
             if _file_checksum(folder / name) != facts["xxh3_64"]:
                 raise UserError(
-                    f"{folder / name}: damaged, its checksum is not the manifest's; {_OTHER_CHOICE}"
+                    f"{folder / name}: damaged or exchanged, its checksum is not the manifest's; {_MOVE_AWAY}"
                 )
     return {**manifest["meta"], "step": manifest["step"]}, StepReader(folder, list(manifest["files"]))
 
 
 class _Piece(NamedTuple):
-    dataset: h5py.Dataset
+    """A dataset: the file and the dtype it is stored in, and where it lies in the whole array."""
+
+    file: str
+    stored: np.dtype
     offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 class StepReader:
     """The arrays of a step folder by canonical name, read when asked for; a context manager.
 
-    `reader[name]` is a whole array, `reader.slice(name, index)` reads only that part of the files.
+    `reader[name]` is a whole array, `reader.slice(name, index)` reads only that part of the files; any thread may ask.
     """
 
     def __init__(self, folder: Path, files: Iterable[str]):
         self.folder = Path(folder)
-        self._files: list[h5py.File] = []
+        self._files: dict[str, h5py.File] = {}  # the open ones, the last used last
+        self._reading = threading.Lock()  # no thread may close a file that another one reads
         self._pieces: dict[str, list[_Piece]] = {}
         self._facts: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-        for name in files:
-            path = self.folder / name
+        for file in files:
             try:
-                self._files.append(h5py.File(path, "r", locking=False))
-                self._files[-1].visititems(self._index)
+                self._open(file).visititems(lambda name, item, file=file: self._index(file, name, item))
             except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
                 self.close()
-                raise UserError(f"{path}: cannot be read as HDF5 ({error}); {_OTHER_CHOICE}") from error
+                raise UserError(f"{self.folder / file}: cannot be read as HDF5 ({error}); {_OTHER_CHOICE}") from error
         for name, pieces in self._pieces.items():
-            held, whole = sum(piece.dataset.size for piece in pieces), math.prod(self.shape(name))
-            if held != whole:
+            held, whole = sum(math.prod(piece.shape) for piece in pieces), math.prod(self.shape(name))
+            twice = any(_overlap(a, b) for a, b in combinations(pieces, 2))
+            if held != whole or twice:
                 self.close()
                 raise UserError(
-                    f"{self.folder}: the shards hold {held} of the {whole} elements of {name}; "
-                    f"{_OTHER_CHOICE}"
+                    f"{self.folder}: the shards hold {held} of the {whole} elements of {name}"
+                    f"{', some of them twice' if twice else ''}; {_OTHER_CHOICE}"
                 )
 
-    def _index(self, name: str, item: h5py.Group | h5py.Dataset) -> None:
+    def _open(self, file: str) -> h5py.File:
+        """One of the files, of which only a few are open at a time."""
+        self._files[file] = self._files.pop(file, None) or h5py.File(self.folder / file, "r", locking=False)
+        if len(self._files) > OPEN_SHARDS:
+            self._files.pop(next(iter(self._files))).close()
+        return self._files[file]
+
+    def _index(self, file: str, name: str, item: h5py.Group | h5py.Dataset) -> None:
         if not isinstance(item, h5py.Dataset):
             return
         # Most have none, and finding that out the long way is slow for thousands of arrays.
         attributes = dict(item.attrs) if h5py.h5a.get_num_attrs(item.id) else {}
-        dtype = BFLOAT16 if attributes.get("dtype") == "bfloat16" else item.dtype
-        if dtype.itemsize != item.dtype.itemsize:
-            raise ValueError(f"{name} is declared {dtype} but holds {item.dtype}")
+        if item.is_virtual or item.external:
+            raise ValueError(f"{name} has its data in another file")
+        stored = item.dtype
+        dtype = BFLOAT16 if attributes.get("dtype") == "bfloat16" else stored
+        if dtype.itemsize != stored.itemsize:
+            raise ValueError(f"{name} is declared {dtype} but holds {stored}")
         facts = dtype, tuple(int(n) for n in attributes.get("global_shape", item.shape))
         if self._facts.setdefault(name, facts) != facts:
             raise ValueError(f"{name} has another dtype or shape in another shard")
         offset = tuple(int(n) for n in attributes.get("global_offset", [0] * item.ndim))
-        self._pieces.setdefault(name, []).append(_Piece(item, offset))
+        self._pieces.setdefault(name, []).append(_Piece(file, stored, offset, item.shape))
 
     def names(self) -> list[str]:
         """All names, sorted."""
@@ -320,21 +423,22 @@ class StepReader:
         dtype, shape = self._fact(name)
         spans, dropped = _spans(name, index, shape)
         pieces = self._pieces[name]
-        stored = np.empty([stop - start for start, stop in spans], dtype=pieces[0].dataset.dtype)
+        stored = np.empty([stop - start for start, stop in spans], dtype=pieces[0].stored)
         try:
-            for dataset, offset in pieces:
+            for piece in pieces:
                 # The part of this piece that was asked for, in the piece's and in the result's coordinates.
                 cut = [
                     (max(start, o), min(stop, o + n))
-                    for (start, stop), o, n in zip(spans, offset, dataset.shape)
+                    for (start, stop), o, n in zip(spans, piece.offset, piece.shape)
                 ]
                 if all(low < high for low, high in cut):
-                    source = tuple(slice(low - o, high - o) for (low, high), o in zip(cut, offset))
+                    source = tuple(slice(low - o, high - o) for (low, high), o in zip(cut, piece.offset))
                     target = tuple(
                         slice(low - start, high - start) for (low, high), (start, _) in zip(cut, spans)
                     )
-                    stored[target] = dataset[source]
-        except OSError as error:
+                    with self._reading:
+                        stored[target] = self._open(piece.file)[name][source]
+        except (OSError, KeyError) as error:
             raise UserError(f"{self.folder}: {name} cannot be read ({error}); {_OTHER_CHOICE}") from error
         array = stored.view(BFLOAT16) if dtype == BFLOAT16 else stored
         return (
@@ -343,19 +447,30 @@ class StepReader:
             else array
         )
 
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """`UserError` unless the state holds exactly these arrays, name → shape."""
-        check_names(self._pieces, expected, str(self.folder))
+    def check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        dtypes: Collection[np.dtype | type] | None = None,
+        prefix: str = "",
+        advice: str = _SAME_MODEL,
+    ) -> None:
+        """`UserError` unless the state holds exactly these arrays, name → shape, each in one of `dtypes` (None: any).
+
+        `prefix`: only names that begin so are looked at.
+        """
+        check_names((n for n in self._pieces if n.startswith(prefix)), expected, str(self.folder), advice)
         wrong = [
             f"{name} is {list(self.shape(name))}, expected {list(shape)}"
             for name, shape in expected.items()
             if self.shape(name) != tuple(shape)
         ]
         if wrong:
-            raise UserError(
-                f"{self.folder}: shapes differ from the model's: {_listed(wrong)}; resume with the "
-                "model configuration that the state was written with"
-            )
+            raise UserError(f"{self.folder}: shapes differ from the model's: {_listed(wrong)}; {advice}")
+        if dtypes is not None:
+            known = [np.dtype(dtype) for dtype in dtypes]
+            wrong = [f"{name} is {self.dtype(name)}" for name in expected if self.dtype(name) not in known]
+            if wrong:
+                raise UserError(f"{self.folder}: {_listed(wrong)}; expected {' or '.join(map(str, known))}")
 
     def _fact(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         if name not in self._facts:
@@ -364,9 +479,9 @@ class StepReader:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files:
+        for file in self._files.values():
             file.close()
-        self._files = []
+        self._files = {}
 
     def __enter__(self) -> Self:
         return self
@@ -375,7 +490,7 @@ class StepReader:
         self.close()
 
 
-def check_names(found: Iterable[str], expected: Iterable[str], where: str) -> None:
+def check_names(found: Iterable[str], expected: Iterable[str], where: str, advice: str = _SAME_MODEL) -> None:
     """`UserError` naming what is missing and what is too much, unless the two sets are equal."""
     found, expected = set(found), set(expected)
     parts = []
@@ -384,10 +499,13 @@ def check_names(found: Iterable[str], expected: Iterable[str], where: str) -> No
     if extra := sorted(found - expected):
         parts.append(f"{len(extra)} not expected: {_listed(extra)}")
     if parts:
-        raise UserError(
-            f"{where}: its arrays are not the model's; {'; '.join(parts)}. Resume with the model "
-            "configuration that the state was written with"
-        )
+        raise UserError(f"{where}: its arrays are not the model's; {'; '.join(parts)}; {advice}")
+
+
+def _overlap(a: _Piece, b: _Piece) -> bool:
+    """Whether two pieces of one array have elements in common."""
+    corners = zip(a.offset, a.shape, b.offset, b.shape)
+    return all(max(i, j) < min(i + n, j + m) for i, n, j, m in corners)
 
 
 def _listed(names: list[str], limit: int = 10) -> str:
@@ -477,6 +595,25 @@ def _check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
             )
 
 
+def seal(folder: Path, step: int, meta: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the manifest of a folder whose shards are complete; `files` maps their names to `file_facts`."""
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "meta": dict(meta),
+        "files": {name: dict(facts) for name, facts in files.items()},
+    }
+    _check_sizes(folder, manifest)
+    manifest["checksum"] = _manifest_checksum(manifest)
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size and checksum of a shard."""
+    return {"size": path.stat().st_size, "xxh3_64": _file_checksum(path)}
+
+
 def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
 
@@ -534,15 +671,12 @@ class _disk_errors:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # h5py reports a failed write as OSError, or as RuntimeError when it shows at close.
-        if isinstance(error, (OSError, RuntimeError)) and not isinstance(error, UserError):
-            number = getattr(error, "errno", None)
-            reason = os.strerror(number) if number else str(error).split("(")[0].strip()  # HDF5 adds a page
+        if isinstance(error, OSError):
             advice = (
                 "free some space, or lower checkpoint.save_total_limit"
-                if number in (errno.ENOSPC, errno.EDQUOT)
+                if error.errno in (errno.ENOSPC, errno.EDQUOT)
                 else "check the folder's permissions and free space"
             )
             raise UserError(
-                f"cannot write {self.path}: {reason}; {advice}. Checkpoints written before are untouched"
+                f"cannot write {self.path}: {error.strerror}; {advice}. Checkpoints written before are untouched"
             ) from error

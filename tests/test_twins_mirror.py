@@ -38,10 +38,9 @@ METHODS = {
     ("optim.py", "AdamW", "update"): "torch's AdamW is no module; MindSpore's is called",
     ("optim.py", "AdamW", "set_step"): "torch counts the updates itself; MindSpore's step is told",
     ("optim.py", "AdamW", "rates"): "the bias correction, which torch makes inside",
-    ("parallel.py", "Parallel", "barrier"): "a compiled sum of its own; torch's trainer sums directly",
 }
 ATTRIBUTES = {
-    ("parallel.py", "Parallel", "meet"): "the barrier, as METHODS says",
+    ("parallel.py", "Parallel", "meet"): "`total` is a compiled sum; torch sums directly",
     ("step.py", "TrainStep", "total_loss"): "in MicroBatchLoss",
     ("step.py", "TrainStep", "row_numbers"): "the graph's loop gathers the rows of a micro-batch",
     ("model.py", "DeepseekForCausalLM", "linear"): "of a tied head; torch has it as a function",

@@ -1,6 +1,6 @@
 """Initial values, save and resume: between the twin's parameters and canonical arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor
 from shared_ops.expert_table import placement_of
 from shared_ops.init import initial_value
 from shared_ops.params import manifest
+from shared_ops.shares import Part
 from shared_ops.training_state import StepReader
+from shared_ops.weights import Weights
 from torch_proto.model import DeepseekForCausalLM
 from torch_proto.optim import AdamW
 
@@ -20,6 +22,7 @@ class StateMap:
     def __init__(self, model: DeepseekForCausalLM):
         self.config = model.config
         self.placement = placement_of(model.config)
+        self.moved = not np.array_equal(self.placement.slot_of_expert, np.arange(model.config.n_routed_experts))
         self.named = dict(model.named_parameters())
 
     @torch.no_grad()
@@ -30,32 +33,45 @@ class StateMap:
             self.put(self.named[p.name], value, p.stacked_experts)
 
     def put(self, tensor: Tensor, canonical: np.ndarray, stacked: bool) -> None:
-        """Copy a canonical array into a tensor of the twin."""
-        if stacked:
+        """Copy a canonical array into a tensor of the twin (copy_ would take any dtype and shapes that broadcast)."""
+        if stacked and self.moved:
             canonical = canonical[self.placement.expert_of_slot]
+        if canonical.shape != tensor.shape or canonical.dtype != np.float32:
+            raise ValueError(f"{canonical.dtype} {canonical.shape} does not fit {tuple(tensor.shape)}")
         tensor.copy_(torch.from_numpy(np.ascontiguousarray(canonical)))
 
-    def take(self, tensor: Tensor, stacked: bool) -> np.ndarray:
-        """The canonical array of a tensor of the twin."""
-        array = tensor.detach().cpu().numpy()
-        return array[self.placement.slot_of_expert] if stacked else array
+    def take(self, tensor: Tensor, stacked: bool, rows: slice = slice(None)) -> np.ndarray:
+        """The canonical array of a tensor of the twin, or rows of it."""
+        tensor = tensor.detach()
+        if stacked and self.moved:  # one by one: a gather would need room for all of them on the device
+            return np.stack([tensor[slot].cpu().numpy() for slot in self.placement.slot_of_expert[rows].tolist()])
+        return tensor[rows].cpu().numpy()
 
-    def arrays(self, optimizer: AdamW) -> Iterator[tuple[str, np.ndarray]]:
-        """Everything that training changes, one array at a time."""
-        moments = optimizer.moments()
+    def held(self, optimizer: AdamW) -> dict[str, tuple[Tensor, bool]]:
+        """All that training changes: name in a training state -> what holds it, and whether it is stacked experts."""
+        moments, held = optimizer.moments(), {}
         for p in manifest(self.config):
-            yield f"params/{p.name}", self.take(self.named[p.name], p.stacked_experts)
+            held[f"params/{p.name}"] = self.named[p.name], p.stacked_experts
             if p.trainable:
                 for kind, moment in zip(("adam_m", "adam_v"), moments[p.name], strict=True):
-                    yield f"{kind}/{p.name}", self.take(moment, p.stacked_experts)
+                    held[f"{kind}/{p.name}"] = moment, p.stacked_experts
+        return held
+
+    def arrays(self, optimizer: AdamW, parts: Iterable[Part]) -> Iterator[tuple[str, np.ndarray]]:
+        """Parts of it in canonical form, one at a time."""
+        held = self.held(optimizer)
+        for part in parts:
+            yield part.name, self.take(*held[part.name], part.rows)
 
     @torch.no_grad()
     def restore(self, optimizer: AdamW, state: StepReader, step: int) -> None:
         """The reverse of `arrays`."""
-        moments = optimizer.moments()
-        for p in manifest(self.config):
-            self.put(self.named[p.name], state[f"params/{p.name}"], p.stacked_experts)
-            if p.trainable:
-                for kind, moment in zip(("adam_m", "adam_v"), moments[p.name], strict=True):
-                    self.put(moment, state[f"{kind}/{p.name}"], p.stacked_experts)
+        for name, (tensor, stacked) in self.held(optimizer).items():
+            self.put(tensor, state[name], stacked)
         optimizer.set_step(step)
+
+    @torch.no_grad()
+    def load(self, weights: Weights) -> None:
+        """Take over the parameters alone."""
+        for p in manifest(self.config):
+            self.put(self.named[p.name], weights[f"params/{p.name}"], p.stacked_experts)

@@ -13,7 +13,7 @@ SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 def main(argv: Sequence[str]) -> None:
     """Configuration -> model -> training."""
-    config, resume, force = parse("torch_proto/main.py", argv)
+    config, resume, force, weights = parse("torch_proto/main.py", argv)
     for name, value in SHARED_CORES.items():
         os.environ.setdefault(name, value)
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
     from torch_proto.trainer import Trainer, check_precision
 
     parallel = Parallel()
-    loop = TrainingLoop(config, "torch_proto", parallel.rank, parallel.world_size, resume, force)
+    loop = TrainingLoop(config, "torch_proto", parallel.rank, parallel.world_size, resume, force, weights)
     with FailureWatch(loop.folder.failures, parallel.rank, parallel.world_size):
         check_precision(config.train.precision, parallel.device)
         loop.prepare()

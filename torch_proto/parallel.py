@@ -38,6 +38,10 @@ class Parallel:
         for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 
+    def total(self, number: float) -> float:
+        """The sum of a number over all processes, exact for integers below 2^24; waits for all of them."""
+        return self.sum(torch.full((1,), number, dtype=torch.float32, device=self.device)).item()
+
     def finish(self) -> None:
         """Leave together."""
         if dist.is_initialized():

@@ -9,8 +9,11 @@ import torch
 from shared_ops.batch import Batch
 from shared_ops.config import RunConfig
 from shared_ops.errors import UserError
+from shared_ops.resume import expected_arrays
+from shared_ops.shares import Part, share_out
 from shared_ops.training_loop import StepValues
 from shared_ops.training_state import StepReader
+from shared_ops.weights import Weights
 from torch_proto.checkpoint import StateMap
 from torch_proto.data import to_device
 from torch_proto.model import DeepseekForCausalLM
@@ -45,17 +48,27 @@ class Trainer:
         total, labels = self.validation_step(to_device(batch, self.parallel.device))
         return float(total), float(labels)
 
-    def arrays(self) -> Iterable[tuple[str, np.ndarray]]:
-        """The training state in canonical form."""
-        return self.states.arrays(self.train_step.optimizer)
+    def arrays(self, parts: Iterable[Part] | None = None) -> Iterable[tuple[str, np.ndarray]]:
+        """The given parts of the training state in canonical form, or all of it."""
+        if parts is None:
+            (parts,) = share_out(expected_arrays(self.config), 1)
+        return self.states.arrays(self.train_step.optimizer, parts)
 
     def restore(self, state: StepReader, updates: int) -> None:
         """Take over a training state."""
         self.states.restore(self.train_step.optimizer, state, updates)
 
+    def load(self, weights: Weights) -> None:
+        """Take over parameters only."""
+        self.states.load(weights)
+
+    def total(self, number: float) -> float:
+        """The sum of a number over all ranks."""
+        return self.parallel.total(number)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.parallel.sum(torch.zeros(1, device=self.parallel.device))
+        self.parallel.total(0)
 
     def memory_bytes(self) -> int:
         """Peak memory: the device's allocations, or this process's resident set."""

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from shared_ops.data.manifest import Manifest
 from shared_ops.data.prepare import prepare
-from shared_ops.errors import UserError, run_cli
-
-_INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
+from shared_ops.errors import EXIT_INTERRUPTED, UserError, run_cli
 
 _EXAMPLES = """examples:
   python -m shared_ops.data prepare --source stdlib --out data/stdlib
@@ -31,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
                            _fractions(arguments.split), arguments.workers)
     except KeyboardInterrupt:
         print(f"interrupted: {arguments.out} is as it was before", file=sys.stderr)
-        return _INTERRUPTED
+        return EXIT_INTERRUPTED
     print(_summary(arguments.out, manifest, time.monotonic() - begin))
     return 0
 

@@ -28,3 +28,19 @@ def long_run(folder, text):
         return done[twin, model]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def two_ranks(folder, text):
+    """The first 20 of the same 50 steps of tiny_v3 on two ranks, in micro-batches of one row: twin -> Job."""
+    done = {}
+
+    def get(twin):
+        if twin not in done:
+            done[twin] = jobs.finish(
+                twin, folder, "two_ranks", "model=tiny_v3", text, "train.steps=50", "train.stop_after=20",
+                "train.micro_batch_size=1", "train.validate_steps=10", ranks=2,
+            )  # fmt: skip
+        return done[twin]
+
+    return get

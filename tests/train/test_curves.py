@@ -35,13 +35,10 @@ def test_fifty_steps_are_the_same_in_both_twins(long_run, model):
     assert torch.rows[-1]["loss"] < torch.rows[0]["loss"] - 0.5  # and it learns
 
 
-def test_two_ranks_train_like_one(folder, text, long_run):
+def test_two_ranks_train_like_one(long_run, two_ranks):
     """Also in micro-batches of one row: 20 steps, losses within 1e-5 relative (1e-5 of 8 nats), for both twins."""
-    arguments = ["model=tiny_v3", text, "train.steps=50", "train.stop_after=20", "train.micro_batch_size=1",
-                 "train.validate_steps=10"]  # fmt: skip
     for twin in ("torch_proto", "ms_train"):
-        two = jobs.finish(twin, folder, "two_ranks", *arguments, ranks=2)
-        one = long_run(twin, "tiny_v3")
+        two, one = two_ranks(twin), long_run(twin, "tiny_v3")
         assert len(two.rows) == 20
         for row, other in zip(two.rows, one.rows, strict=False):
             assert not flips(row, other), "a flipped choice: the comparison needs another seed"
@@ -72,13 +69,22 @@ def test_resume_is_bitwise(folder, text, long_run, twin):
             assert np.array_equal(state[name], other_state[name]), name
 
 
-def test_a_state_goes_on_in_the_other_twin(folder, text, long_run):
-    """25 steps in PyTorch, 25 in MindSpore: within the bound of an uninterrupted run."""
-    straight = long_run("torch_proto", "tiny_v3")
+@pytest.mark.parametrize("reader, ranks", [("ms_train", 1), ("torch_proto", 2)])
+def test_a_state_goes_on_in_the_other_twin_at_another_number_of_ranks(folder, text, long_run, two_ranks, reader, ranks):
+    """20 steps in PyTorch on two ranks, the others in MindSpore on one; 25 in MindSpore on one, the others in PyTorch
+    on two: within the bound of an uninterrupted run of the first."""
+    if reader == "ms_train":
+        straight, step, state = long_run("torch_proto", "tiny_v3"), 20, two_ranks("torch_proto").state(20)
+        shards = ["state-00000-of-00002.h5", "state-00001-of-00002.h5"]
+    else:
+        straight, step, shards = long_run("ms_train", "tiny_v3"), 25, ["state.h5"]
+        state = straight.state(step)
+    assert sorted(path.name for path in state.glob("*.h5")) == shards
     resumed = jobs.finish(
-        "ms_train", folder, "crossed", "model=tiny_v3", text, "train.steps=50", "--resume", str(straight.state(25))
+        reader, folder, "crossed", "model=tiny_v3", text, "train.steps=50", "--resume", str(state), ranks=ranks
     )
     flipped = 0
-    for row, other in zip(resumed.rows, straight.rows[25:], strict=True):
+    for row, other in zip(resumed.rows, straight.rows[step:], strict=True):
+        assert (row["step"], row["tokens"], row["lr"]) == (other["step"], other["tokens"], other["lr"])
         flipped += flips(row, other)
         assert abs(row["loss"] - other["loss"]) <= (AFTER_FLIP if flipped else BEFORE_FLIP), f"step {row['step']}"

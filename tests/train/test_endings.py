@@ -8,6 +8,8 @@ import time
 import jobs
 import pytest
 
+from shared_ops.training_state import read_step
+
 TWINS = ("torch_proto", "ms_train")
 SECONDS = 60  # from a rank's failure to the launcher's exit (what users are promised)
 
@@ -34,15 +36,22 @@ def test_a_failing_rank_ends_the_job_with_its_message(folder, text, twin, how, m
     assert ended < SECONDS
 
 
-@pytest.mark.parametrize("twin, ranks", [("torch_proto", 1), ("torch_proto", 2), ("ms_train", 1), ("ms_train", 2)])
-def test_ctrl_c_saves_and_the_run_goes_on(folder, text, twin, ranks):
-    name = f"interrupted_{twin}_{ranks}"
+@pytest.mark.parametrize(
+    "twin, ranks, number",
+    [("torch_proto", 1, signal.SIGTERM), ("torch_proto", 2, signal.SIGINT), ("torch_proto", 2, signal.SIGTERM),
+     ("ms_train", 1, signal.SIGTERM), ("ms_train", 2, signal.SIGINT)],
+)  # fmt: skip
+def test_ctrl_c_saves_and_the_run_goes_on(folder, text, twin, ranks, number):
+    name = f"interrupted_{twin}_{ranks}_{number}"
     process = start(twin, folder, name, "model=tiny_v2", text, "train.steps=5000", ranks=ranks)
     lines = []
     for line in process.stdout:
         lines.append(line)
         if " 3/5000 " in line:
-            os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)  # what a terminal does
+            else:
+                process.send_signal(number)  # what a scheduler of jobs does: to the launcher alone
             break
     rest = process.stdout.read()  # until the last rank has closed the console, which may be after the launcher
     process.wait(timeout=60)
@@ -50,7 +59,11 @@ def test_ctrl_c_saves_and_the_run_goes_on(folder, text, twin, ranks):
     assert "--resume auto" in rest and "stopped after step" in rest, console
     job = jobs.Job(twin, folder / name, name, subprocess.CompletedProcess([], process.returncode, console))
     last = job.rows[-1]["step"]
-    assert job.state(last).is_dir(), console
+    meta, state = read_step(job.state(last))  # whole, with right checksums
+    state.close()
+    shards = ["state.h5"] if ranks == 1 else [f"state-{rank:05}-of-{ranks:05}.h5" for rank in range(ranks)]
+    assert sorted(path.name for path in job.state(last).glob("*.h5")) == shards
+    assert meta["consumed_samples"] == 4 * last
     resumed = jobs.finish(twin, folder / name, name, "model=tiny_v2", text, "train.steps=5000",
                           f"train.stop_after={last + 2}", "--resume", "auto")  # fmt: skip
     assert [row["step"] for row in resumed.rows] == list(range(1, last + 3))

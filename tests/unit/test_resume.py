@@ -133,3 +133,42 @@ def test_expected_arrays_are_parameters_and_moments_of_the_trained():
     copies = {p: 3 if p.trainable else 1 for p in manifest(config.model)}
     assert len(arrays) == sum(copies.values())
     assert sum(np.prod(shape) for shape in arrays.values()) == sum(p.size * n for p, n in copies.items())
+
+
+def leaves(values: dict, prefix: str = "") -> list[str]:
+    """Dotted names of all plain values of a configuration."""
+    return [
+        name
+        for key, value in values.items()
+        for name in (leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"])
+    ]
+
+
+def test_every_other_field_matters():
+    """Each field of the configuration, changed in the state: accepted exactly where DESIGN lists it."""
+    free = {"train.stop_after", "train.log_steps", "train.validate_steps", "train.validation_sequences",
+            "train.micro_batch_size", "train.kernels", "train.compile", "model.expert_placement"}  # fmt: skip
+    names = leaves(saved()["config"])
+    assert len(names) > 70 and free < set(names)
+    for name in names:
+        meta = saved()
+        *path, last = name.split(".")
+        section = meta["config"]
+        for part in path:
+            section = section[part]
+        section[last] = "something else"
+        if name in free or path[0] in ("run", "parallel", "checkpoint", "monitor", "data"):
+            check_resumable(meta, run(), "abc", "here", force=False)
+        else:
+            assert f"{name}: 'something else' there" in refusal(meta, run())
+            if path[0] == "model":
+                refusal(meta, run(), force=True)
+
+
+def test_a_field_that_one_side_does_not_know():
+    """A state of a version with another key: harmless only below a harmless section."""
+    meta = saved()
+    meta["config"]["monitor"]["colour"] = "blue"
+    check_resumable(meta, run(), "abc", "here", force=False)
+    meta["config"]["optim"]["amsgrad"] = True
+    assert "optim.amsgrad: True there, None now" in refusal(meta, run())
