@@ -1,10 +1,12 @@
-"""`python -m weight_sync inspect | convert | diff | parity`: every command has its own --help."""
+"""`python -m weight_sync inspect | convert | diff | parity`: every command has its own --help, and ends at Ctrl-C."""
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from shared_ops.errors import EXIT_BAD_INPUT, run_cli
+from shared_ops.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, run_cli
 
 COMMANDS = {
     "inspect": "what a file or folder of weights holds",
@@ -17,7 +19,13 @@ COMMANDS = {
 def main(argv: Sequence[str]) -> int:
     """Run the command that the first argument names."""
     if argv and argv[0] in COMMANDS:
-        return importlib.import_module(f"weight_sync.{argv[0]}").main(argv[1:])
+        try:
+            return importlib.import_module(f"weight_sync.{argv[0]}").main(argv[1:])
+        except BaseException as error:
+            if not _is_interrupt(error):
+                raise
+            print("interrupted", file=sys.stderr, flush=True)
+            return EXIT_INTERRUPTED
     usage = "usage: python -m weight_sync COMMAND …\n" + "".join(
         f"\n  {name:8} {what}" for name, what in COMMANDS.items()
     )
@@ -28,5 +36,17 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_BAD_INPUT
 
 
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it is Ctrl-C, or what an import or a compiler made of that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which MindSpore makes of Ctrl-C
+    code = run_cli(main)
+    if code == EXIT_INTERRUPTED:  # a framework that was interrupted can crash when the interpreter ends
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -19,7 +19,7 @@ from weight_sync import dtypes, names, quantised
 from weight_sync.stores.base import Store, Stored
 from weight_sync.stores.detect import open_store
 
-BFLOAT16, FLOAT32 = dtypes.from_name("bfloat16"), np.dtype(np.float32)
+BFLOAT16, FLOAT32, FLOAT64 = dtypes.from_name("bfloat16"), np.dtype(np.float32), np.dtype(np.float64)
 CONFIG, REPORT = "config.json", "conversion.json"
 TRAINING = "training_state.json"  # beside converted weights: the moments lie there too
 PARAMS, MOMENTS = "params/", ("adam_m/", "adam_v/")
@@ -168,6 +168,7 @@ class Weights:
     notes: list[str] = field(default_factory=list)
     moments: dict[str, dict[str, CanonicalTensor]] = field(default_factory=dict)  # of a training state, by kind
     training: dict[str, Any] | None = None  # its manifest less the files
+    without_moments: str | None = None  # why there are none although there should be
     more_stores: list[Store] = field(default_factory=list)
 
     @property
@@ -204,9 +205,11 @@ def open_weights(path: Path, config: Path | str | None = None) -> Weights:
         _open_moments(weights, stores)
         weights.more_stores = stores[1:]
         return weights
-    except BaseException:
+    except BaseException as error:
         for store in stores:
             store.close()
+        if isinstance(error, OSError):
+            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
         raise
 
 
@@ -222,14 +225,13 @@ def _open(store: Store, path: Path, config: Path | str | None) -> Weights:
     else:
         raise UserError(f"{path}: has no config.json beside it: give the model's with --config")
     tensors = store.tensors
+    constants = []
     if store.format == "onnx":  # a graph's other constants are no weights
-        known = {name for entry in names.entries(model) for name in (entry.parameter.name, *entry.hub)}
-        known |= {name for _, name in names.copies(model)}
-        constants = [name for name in tensors if name not in known]
-        tensors = {name: tensor for name, tensor in tensors.items() if name in known}
+        constants = [name for name in tensors if not names.is_a_parameters(name)]
+        tensors = {name: tensor for name, tensor in tensors.items() if names.is_a_parameters(name)}
     found = names.match(model, tensors.keys(), str(path))
     ignored = found.ignored
-    if store.format == "onnx":
+    if constants:
         ignored += [(name, "a constant of the exported graph, no parameter of the model") for name in constants]
     canonical = {}
     for entry, stored_names in found.entries:
@@ -239,6 +241,8 @@ def _open(store: Store, path: Path, config: Path | str | None) -> Weights:
         original = canonical[name].parts[0].stored
         if copy.shape != canonical[name].shape or copy.dtype != original.dtype:
             raise UserError(f"{path}: {copy.name} should be a copy of {name}, but has another shape or dtype")
+        if names.scale_of(copy.name, tensors) or canonical[name].is_quantised:
+            raise UserError(f"{path}: {copy.name} or {name} is quantised; embedding and head never are")
     report = _report(path if path.is_dir() else path.parent)
     return Weights(store, model, text, canonical, shared, ignored, found.with_mtp, report, list(store.notes))
 
@@ -251,12 +255,13 @@ def _open_moments(weights: Weights, stores: list[Store]) -> None:
         by_kind, weights.training = first.state.moments, first.state.training
     elif path.is_dir() and (path / TRAINING).is_file():
         try:
-            weights.training = json.loads((path / TRAINING).read_bytes())
-        except ValueError as error:
-            raise UserError(f"{path / TRAINING}: is no JSON ({error})") from None
-        for kind in MOMENTS:
-            stores.append(open_store(path / kind.rstrip("/")))
-            by_kind[kind] = stores[-1].tensors
+            weights.training = _training(path / TRAINING)
+            for kind in MOMENTS:
+                stores.append(open_store(path / kind.rstrip("/")))
+                by_kind[kind] = stores[-1].tensors
+        except UserError as error:  # the weights are whole all the same
+            weights.without_moments = str(error)
+            return
     for kind, tensors in by_kind.items():
         where = f"{path}: {kind.rstrip('/')}"
         found = names.match(weights.config, tensors.keys(), where, trained_only=True)
@@ -264,6 +269,16 @@ def _open_moments(weights: Weights, stores: list[Store]) -> None:
             entry.parameter.name: _tensor(entry, [tensors[name] for name in stored], tensors, where, kind)
             for entry, stored in found.entries
         }
+
+
+def _training(path: Path) -> dict[str, Any]:
+    try:
+        training = json.loads(path.read_bytes())
+        if isinstance(training["step"], int) and isinstance(training["meta"], dict):
+            return training
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise UserError(f"{path}: is not what a conversion with --optimizer writes: convert the training state again")
 
 
 def _parse(text: bytes, where: str) -> ModelConfig:
@@ -274,10 +289,13 @@ def _parse(text: bytes, where: str) -> ModelConfig:
 
 
 def _report(folder: Path) -> dict[str, Any] | None:
+    """A conversion's report, None where there is none or where it is not one."""
     try:
         content = json.loads((folder / REPORT).read_bytes())
-        return content if isinstance(content, dict) and isinstance(content.get("tensors"), dict) else None
-    except (OSError, ValueError):
+        for facts in content["tensors"].values():
+            facts["destination"]["dtype"], facts["destination"]["xxh3_64"]
+        return content if all(isinstance(name, str) for name in content["copies"]) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -290,12 +308,12 @@ def _tensor(
     kinds = {_content_dtype(part, where) for part in parts}
     if entry.row.dtype == "float32":
         kinds.add(FLOAT32)
-    dtype = kinds.pop() if len(kinds) == 1 else FLOAT32
+    dtype = kinds.pop() if len(kinds) == 1 else FLOAT64 if FLOAT64 in kinds else FLOAT32
     return CanonicalTensor(entry, parts, dtype, kind)
 
 
 def _part(stored: Stored, expected: tuple[int, ...], all_stored: dict[str, Stored], where: str) -> Part:
-    scales = next((all_stored[name] for name in names.scale_names(stored.name) if name in all_stored), None)
+    scales = all_stored.get(names.scale_of(stored.name, all_stored))
     kind = stored.dtype.name
     packed = kind in _PACKED and stored.shape == (*expected[:-1], expected[-1] // 2)
     if stored.shape != expected and not packed:

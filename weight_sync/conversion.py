@@ -27,6 +27,7 @@ from weight_sync.progress import Progress
 from weight_sync.sizes import sized
 from weight_sync.stores import training_state
 from weight_sync.stores.atomic import Partial, disk_errors
+from weight_sync.stores.detect import holds_weights
 
 # what lies beside weights and belongs to them: tokenizer, generation settings, model card
 _COMPANIONS = re.compile(
@@ -45,7 +46,8 @@ def convert(source: Path, destination: Path, options: Options) -> dict[str, Any]
     _check_paths(source, destination)
     with open_weights(source, options.config) as weights:
         if options.optimizer and not weights.moments:
-            raise UserError(f"{source}: has no optimizer moments to take along; they come from a training state")
+            reason = weights.without_moments or "they come from a training state"
+            raise UserError(f"{source}: has no optimizer moments to take along: {reason}")
         return _Conversion(weights, destination, options).run()
 
 
@@ -61,6 +63,7 @@ class _Conversion:
     def __init__(self, weights: Weights, destination: Path, options: Options):
         self.weights, self.destination, self.options = weights, destination, options
         self.plan = Plan(weights, options)
+        self.fingerprint = fingerprint(self.plan)
         self.done: dict[str, dict[str, Any]] = {}
         self.notes = list(weights.notes)
         self.stopping = False
@@ -68,25 +71,30 @@ class _Conversion:
     def run(self) -> dict[str, Any]:
         """Everything from the first check to the last rename."""
         _check_copies(self.weights)
-        with Partial(self.destination, fingerprint(self.plan), self.options.overwrite) as partial:
+        with Partial(self.destination, self.fingerprint, self.options.overwrite, holds_weights) as partial:
             self._check_room(partial)
             try:
                 return self._write(partial)
-            except BaseException:
-                if not partial.filled and not self.done:
-                    partial.forget()
+            except UserError as error:
+                if partial.filled or self.done:
+                    raise UserError(f"{error} (begun in {partial.folder}: remove it if it is not to go on)") from None
+                partial.forget()
                 raise
 
     def _write(self, partial: Partial) -> dict[str, Any]:
         began = time.perf_counter()
         self._lay_out(partial)
-        self.output = Output(partial.folder, self.plan.files)
+        with disk_errors(self.destination):
+            self.output = Output(partial.folder, self.plan.files)
         try:
             self._take_over(partial)
             with Progress("converting", self.plan.nbytes, self.options.quiet) as progress:
                 self._fill(partial, progress)
         finally:
             self.output.close()
+        if fingerprint(self.plan) != self.fingerprint:
+            partial.forget()
+            raise UserError(f"{self.weights.path}: was changed while it was read: convert it when nobody writes it")
         copied = time.perf_counter()
         with disk_errors(self.destination):
             self._write_beside(partial.folder)
@@ -97,10 +105,11 @@ class _Conversion:
         report = self._report()
         if self.options.verify:
             report["verified"] = verify(self.weights, partial.folder, self.done, self.options)
+            self._verify_copies(partial.folder)
         seconds = {"copy": copied - began, "sync": synced - copied, "verify": time.perf_counter() - synced}
         report["seconds"] = {key: round(value, 3) for key, value in seconds.items()}
         with disk_errors(self.destination):
-            (partial.folder / REPORT).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+            (partial.folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             sync(partial.folder / REPORT)
         partial.publish()
         return report
@@ -111,7 +120,8 @@ class _Conversion:
         needed = self.plan.nbytes - sum(path.stat().st_blocks * 512 for path in partial.folder.rglob("*"))
         free = shutil.disk_usage(partial.folder).free
         if needed > free:
-            partial.forget()
+            if not partial.laid_out:
+                partial.forget()
             raise UserError(
                 f"{self.destination}: no room: {sized(needed)} more are needed, its disk has {sized(free)} left"
             )
@@ -144,7 +154,7 @@ class _Conversion:
             return
         (folder / CONFIG).write_bytes(self.plan.config_json)
         if self.options.optimizer:
-            (folder / TRAINING).write_text(json.dumps(self.weights.training, indent=1) + "\n")
+            (folder / TRAINING).write_text(json.dumps(self.weights.training, indent=1) + "\n", "utf-8")
         source = self.weights.path
         for path in sorted(source.iterdir()) if source.is_dir() else ():
             if _COMPANIONS.fullmatch(path.name) and path.is_file() and not (folder / path.name).exists():
@@ -179,15 +189,15 @@ class _Conversion:
 
     def _fill_one(self, target: Target, progress: Progress) -> dict[str, Any]:
         tensor = target.tensor
-        before, after = xxhash.xxh3_64(), xxhash.xxh3_64()
+        before, after, codes, scales = (xxhash.xxh3_64() for _ in range(4))
         statistics = dtypes.CastStatistics()
-        changes = target.dtype != tensor.dtype
+        changes = target.dtype is None or target.dtype != tensor.dtype
         for position, values in self._pieces(target):
             if self.stopping:
                 raise InterruptedError
             before.update(_bytes(values))
             if target.dtype is None:
-                self._fill_quantised(target, position, values, statistics, after)
+                self._fill_quantised(target, position, values, statistics, after, codes, scales)
             else:
                 out = self._cast(values, target, statistics) if changes else values
                 raw = _bytes(out)
@@ -207,11 +217,17 @@ class _Conversion:
                 "xxh3_64": content,
             },
         }
+        if statistics.changed and tensor.entry.row.dtype == "float32":
+            raise UserError(
+                f"{self.weights.path}: {tensor.name} is {tensor.stored_dtype} and fp32 would round it, which never "
+                "happens to it: store it as fp32"
+            )
         if statistics.changed:
             facts["cast"] = statistics.as_dict()
             if target.dtype is None:
                 del facts["cast"]["max_ulp_error"]  # it counts units of fp32, in which the values are compared
-        facts["file_xxh3_64"] = self.output.checksum(target) if target.dtype is None or target.copies else content
+        # of the bytes as they were given, in the order of Output.checksum; the disk may have made others of them
+        facts["file_xxh3_64"] = codes.hexdigest() + scales.hexdigest() if target.dtype is None else content
         return facts
 
     def _pieces(self, target: Target) -> Iterator[tuple[int, np.ndarray]]:
@@ -231,7 +247,15 @@ class _Conversion:
                 size = min(quantised.BLOCK, rows - row) * columns
                 yield start, joined(tensor.read(start, start + size))
 
-    def _fill_quantised(self, target: Target, position: int, values: np.ndarray, statistics, after) -> None:
+    def _fill_quantised(
+        self,
+        target: Target,
+        position: int,
+        values: np.ndarray,
+        statistics: dtypes.CastStatistics,
+        *digests: xxhash.xxh3_64,
+    ) -> None:
+        """Quantise a strip and write it; `digests` of what it means as fp32, of its elements and of its scales."""
         rows, columns = target.tensor.entry.part_shape
         part, within = divmod(position // columns, rows)
         strip = dtypes.cast(values, FLOAT32).reshape(-1, columns)
@@ -241,11 +265,12 @@ class _Conversion:
             raise UserError(f"{self.weights.path}: {target.tensor.name} cannot be quantised: {error}") from None
         back = quantised.dequantise_fp8(weights, scales, 0)
         statistics.update(strip.reshape(-1), back.reshape(-1))
-        after.update(_bytes(back.reshape(-1)))
-        raw = _bytes(scales.reshape(-1))
+        raw = [_bytes(array.reshape(-1)) for array in (back, weights, scales)]
+        for digest, content in zip(digests, raw, strict=True):
+            digest.update(content)
         with disk_errors(self.destination):
-            self.output.write_to(target, target.names[part], within * columns, _bytes(weights.reshape(-1)))
-            self.output.write_to(target, target.scales[part], within // quantised.BLOCK * len(raw), raw)
+            self.output.write_to(target, target.names[part], within * columns, raw[1])
+            self.output.write_to(target, target.scales[part], within // quantised.BLOCK * len(raw[2]), raw[2])
 
     def _cast(self, values: np.ndarray, target: Target, statistics) -> np.ndarray:
         try:
@@ -268,6 +293,13 @@ class _Conversion:
                 f"{REPORT} says {written.get('xxh3_64')}): the file is damaged; if it was changed on purpose, remove "
                 f"{REPORT}"
             )
+
+    def _verify_copies(self, folder: Path) -> None:
+        with open_weights(folder) as result:
+            _check_copies(result)
+            written = {copy for target in self.plan.targets.values() for copy in target.copies}
+            if {copy.name for _, copy in result.copies} != written:
+                raise UserError(f"{folder}: does not hold the copies {', '.join(sorted(written))} that were written")
 
     # --- the report ---
 

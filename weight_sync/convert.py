@@ -4,33 +4,18 @@ python -m weight_sync convert SRC DST [--to hf|torch|mindspore|hdf5|onnx] [--dty
 """
 
 import argparse
-import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_ops.errors import EXIT_OK, UserError
+from shared_ops.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from weight_sync.canonical import REPORT
 from weight_sync.conversion import convert
 from weight_sync.plan import DTYPES, FORMATS, FP8, STATE, Options
-from weight_sync.progress import sized
+from weight_sync.sizes import parse_size, sized
 from weight_sync.stores.detect import format_at
-
-EXIT_INTERRUPTED = 130  # what shells say of Ctrl-C
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "2GiB", "500MB", "1e9"."""
-    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    try:
-        value = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ")
-    except (TypeError, ValueError):
-        raise UserError(f"{text!r} is no size: expected something like 2GiB, 500MB or 1000000") from None
-    if value < 1:
-        raise UserError(f"{text!r} is no size: expected at least one byte")
-    return int(value)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,6 +70,8 @@ def _check_options(arguments: argparse.Namespace, to: str) -> None:
         raise UserError(
             "--dtype: a training state keeps its fp32 weights and moments; convert the weights alone to round"
         )
+    if arguments.max_file_size and to in ("hdf5", STATE):
+        raise UserError(f"--max-file-size: {to} is one file whatever its size")
     if arguments.scale_format and arguments.dtype != FP8:
         raise UserError("--scale-format goes with --dtype fp8")
     if arguments.mindspore_file != "auto" and to != "mindspore":

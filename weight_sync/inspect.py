@@ -21,7 +21,7 @@ from shared_ops.params import parameter_count
 from weight_sync import dtypes
 from weight_sync.canonical import Part, Weights, open_weights
 from weight_sync.diff import report_console, write_json
-from weight_sync.progress import sized
+from weight_sync.sizes import sized
 from weight_sync.stores.base import Store
 from weight_sync.stores.detect import open_store
 

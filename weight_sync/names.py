@@ -148,6 +148,9 @@ def match(config: ModelConfig, stored: Collection[str], where: str, trained_only
     `UserError` naming each parameter that has none and each stored name that belongs to none.
     """
     left = dict.fromkeys(stored)
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    if layers > len(left):
+        raise UserError(f"{where}: has {len(left)} tensors, the configuration {layers} layers: it is another model's")
     ignored = [(name, rule) for name in left for pattern, rule in IGNORED if pattern.search(name)]
     for name, _ in ignored:
         del left[name]
@@ -167,8 +170,8 @@ def match(config: ModelConfig, stored: Collection[str], where: str, trained_only
     shared = [(canonical, name) for canonical, name in copies(config) if name in left]
     for _, name in shared:
         del left[name]
-    for name in [n for n in left if _is_scale(n, stored)]:
-        del left[name]  # read with its tensor
+    for name in stored:
+        left.pop(scale_of(name, stored), None)  # read with its tensor
     if missing or left:
         raise UserError(f"{where}: " + _complaint(config, missing, list(left), with_mtp))
     return Match(there, shared, ignored, with_mtp)
@@ -177,7 +180,7 @@ def match(config: ModelConfig, stored: Collection[str], where: str, trained_only
 def _layer(name: str) -> int:
     """The layer index of a stored name, -1 outside the layers."""
     found = _LAYER.search(name)
-    return int(found.group()) if found else -1
+    return int(found.group()) if found and len(found.group()) < 10 else -1
 
 
 def scale_names(name: str) -> list[str]:
@@ -185,12 +188,20 @@ def scale_names(name: str) -> list[str]:
     return [name.removesuffix(end) + scale for end, scales in SCALES.items() if name.endswith(end) for scale in scales]
 
 
-def _is_scale(name: str, stored: Collection[str]) -> bool:
-    return any(
-        name.endswith(scale) and name.removesuffix(scale) + end in stored
-        for end, scales in SCALES.items()
-        for scale in scales
-    )
+def scale_of(name: str, stored: Collection[str]) -> str | None:
+    """The stored name of a tensor's scales, None where there are none."""
+    return next((scale for scale in scale_names(name) if scale in stored), None)
+
+
+def is_a_parameters(name: str) -> bool:
+    """Whether a name has the form of one in the table, for any layer and expert."""
+    return _FORMS.fullmatch(name) is not None
+
+
+_FORMS = re.compile("|".join(
+    re.escape(name).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+    for row in TABLE for name in (row.canonical, *row.hub, *row.copies)
+))  # fmt: skip
 
 
 def _complaint(config: ModelConfig, missing: list[str], left: list[str], with_mtp: bool) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +63,15 @@ class Output:
         return sum(self._find(target, name)[1][1] for name in _all_names(target))
 
     def checksum(self, target: Target) -> str:
-        """xxh3 of what the files hold of a target now: its parts, then its scales, then its copies."""
+        """xxh3 of what the files hold of a target now: of its parts, and of its scales; "" where a copy differs."""
+        parts = self._digest(target, target.names)
+        if any(self._digest(target, [copy]) != parts for copy in target.copies):
+            return ""
+        return parts + (self._digest(target, target.scales) if target.scales else "")
+
+    def _digest(self, target: Target, names: Sequence[str]) -> str:
         digest, buffer = xxhash.xxh3_64(), bytearray(1 << 20)
-        for name in _all_names(target):
+        for name in names:
             descriptor, (offset, length) = self._find(target, name)
             while length:
                 view = memoryview(buffer)[: min(length, len(buffer))]

@@ -12,7 +12,7 @@ import numpy as np
 from shared_ops.errors import UserError
 from weight_sync import dtypes, names, quantised
 from weight_sync.canonical import BFLOAT16, CONFIG, FLOAT32, PARAMS, CanonicalTensor, Weights
-from weight_sync.progress import sized
+from weight_sync.sizes import sized
 from weight_sync.stores import hdf5, mindspore, onnx, safetensors, torch, training_state
 from weight_sync.stores.base import FilePlan, Rows, TensorPlan
 
@@ -158,7 +158,7 @@ class Plan:
                 sizes[(target.dtype or BFLOAT16).name] += target.tensor.size
         dtype = sizes.most_common(1)[0][0]
         edited = dict(config)
-        changed = any(target.dtype != target.tensor.dtype for target in self.targets.values())
+        changed = any(t.dtype is None or t.dtype != t.tensor.dtype for t in self.targets.values())
         if weights.config_json is None:
             edited["dtype"] = dtype
         elif changed or "quantization_config" in config:
@@ -173,18 +173,19 @@ class Plan:
 
 
 def _scale_format(config_json: bytes | None) -> str:
-    quantisation = (json.loads(config_json) if config_json else {}).get("quantization_config") or {}
-    return "ue8m0" if quantisation.get("scale_fmt") == "ue8m0" else "float32"
+    quantisation = (json.loads(config_json) if config_json else {}).get("quantization_config")
+    return "ue8m0" if isinstance(quantisation, dict) and quantisation.get("scale_fmt") == "ue8m0" else "float32"
 
 
 def _copies(weights: Weights) -> list[tuple[str, str]]:
     """What a hub folder repeats: what these weights repeat or did where they came from, else what the hub's do."""
     possible = {copy: name for name, copy in names.copies(weights.config)}
-    if weights.copies or (weights.format == "hf" and weights.report is None):
-        return [(name, copy.name) for name, copy in weights.copies]
+    there = {copy.name for _, copy in weights.copies}
     if weights.report is not None:
-        return [(possible[copy], copy) for copy in weights.report.get("copies", []) if copy in possible]
-    return [(name, copy) for copy, name in possible.items() if weights.with_mtp and copy != "lm_head.weight"]
+        there |= set(weights.report["copies"])
+    elif weights.format != "hf" and weights.with_mtp:
+        there |= {copy for copy in possible if copy != "lm_head.weight"}
+    return [(name, copy) for copy, name in possible.items() if copy in there]
 
 
 # --- memory ---
@@ -238,7 +239,10 @@ def reading_step(tensor: CanonicalTensor, max_memory: int) -> int:
 def fingerprint(plan: Plan) -> dict[str, Any]:
     """What an interrupted run must have had in common to be gone on from."""
     files = plan.weights.store_files
-    source = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+    try:
+        source = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+    except OSError as error:
+        raise UserError(f"{error.filename}: was removed while it was read ({error.strerror})") from None
     options = {key: getattr(plan.options, key) for key in ("to", "dtype", "max_file", "mindspore_file", "optimizer")}
     return {"source": source, "scales": plan.scale_format, "config": plan.config_json.decode(),
             "tensors": len(plan.tensors), **options}  # fmt: skip

@@ -9,19 +9,21 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 
+from weight_sync.sizes import sized
+
 _LINE_SECONDS = 15.0
 
 
 class Progress:
-    """A context manager; `advance(bytes)` may be called from any thread."""
+    """A context manager; `advance` and `expect` may be called from any thread."""
 
     def __init__(self, what: str, total: int, quiet: bool):
         self.what, self.total, self.done = what, total, 0
         self._lock = threading.Lock()
         self._began = self._said = time.monotonic()
         self._bar = None
-        self._lines = not quiet and not sys.stderr.isatty()
-        if not quiet and sys.stderr.isatty():
+        self._lines = not quiet and not _is_terminal()
+        if not quiet and _is_terminal():
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
                        TransferSpeedColumn(), TimeRemainingColumn())  # fmt: skip
             self._bar = Bar(*columns, console=Console(stderr=True))
@@ -35,6 +37,13 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar:
             self._bar.stop()
+
+    def expect(self, count: int) -> None:
+        """`count` more bytes are to be done than was thought, or fewer."""
+        with self._lock:
+            self.total += count
+            if self._bar:
+                self._bar.update(self._task, total=self.total)
 
     def advance(self, count: int) -> None:
         """`count` more bytes are done."""
@@ -52,9 +61,5 @@ class Progress:
                 )  # fmt: skip
 
 
-def sized(count: int) -> str:
-    """A number of bytes in words: 3.2 GiB."""
-    value, unit = float(count), 0
-    while value >= 1024 and unit < 4:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{count} B"
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -87,8 +87,8 @@ def measure(kind: str, source: str, target: str, to: str) -> dict:
     import safetensors.numpy  # noqa: F401
 
     from weight_sync.conversion import convert
-    from weight_sync.convert import parse_size
     from weight_sync.plan import Options
+    from weight_sync.sizes import parse_size
 
     bound = sys.argv[sys.argv.index("--max-memory") + 1]
     options = Options(to=to, max_memory=parse_size(bound), quiet=True, sync=False)

@@ -15,8 +15,8 @@ from checkpoints import canonical_values, hub_folder, hub_values, small, write_s
 from shared_ops.errors import UserError
 from weight_sync.canonical import open_weights
 from weight_sync.conversion import convert
-from weight_sync.convert import parse_size
 from weight_sync.plan import Options
+from weight_sync.sizes import parse_size
 
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]

@@ -20,8 +20,14 @@ from weight_sync import names
 from weight_sync.__main__ import main as weight_sync
 from weight_sync.canonical import CanonicalTensor, Part, open_weights
 from weight_sync.convert import Options, convert
-from weight_sync.diff import as_matrices, compare, describe_experts, explain, fingerprints, row_orders, show, verdict
+from weight_sync.diff import show, verdict
+from weight_sync.differences import comparison
+from weight_sync.differences.arrangements import describe_experts, explain, row_orders
+from weight_sync.differences.comparison import compare
+from weight_sync.differences.fingerprints import as_matrices, fingerprints
+from weight_sync.differences.in_place import block_factors
 from weight_sync.layouts import SAME, exchange_gate_up, rope_permutation
+from weight_sync.progress import Progress
 from weight_sync.stores.base import Mapped
 
 CONFIG = small(num_hidden_layers=3, num_nextn_predict_layers=1)
@@ -540,6 +546,37 @@ def test_fp8_scales_misapplied(wide, tmp_path):
     assert text(diff(fp8, store(tmp_path / "wrong", {**rounded, GATE_UP: value}, WIDE)), GATE_UP) == "unexplained"
 
 
+def test_too_little_memory_for_block_factors_is_said(wide, tmp_path):
+    """As it is of other arrangements, alone and beside that."""
+    _, _, fp8, rounded = wide
+    scales = np.kron(np.arange(1, 5).reshape(2, 2), np.ones((128, 128)))[:136, :140]
+    wrong = (rounded[GATE_UP].reshape(24, 136, 140) * scales).reshape(12, 272, 140).astype(np.float32)
+    b = store(tmp_path / "b", {**rounded, GATE_UP: wrong}, WIDE)
+    blocks = "not looked at for a factor per FP8 block: --max-memory is too little"
+    both = f"not looked at for other arrangements: --max-memory is too little; {blocks}"
+    for memory, expected in ((1_000_000, blocks), (200_000, both)):
+        report = diff(fp8, b, max_memory=memory)
+        assert text(report, GATE_UP) == expected and report["totals"]["unexplained"] == 1
+    assert text(diff(fp8, b, max_memory=5_000_000), GATE_UP).startswith("B is A times one factor per 128 x 128 block")
+    off = rounded[GATE_UP].astype(np.float32) * np.random.default_rng(5).uniform(0.9, 1.1, (12, 272, 140)).astype(F32)
+    off[3] = rounded[GATE_UP][3]
+    report = diff(fp8, store(tmp_path / "off", {**rounded, GATE_UP: off}, WIDE), max_memory=1_000_000)
+    assert text(report, GATE_UP).startswith("1 of 12 experts are A's") and text(report, GATE_UP).endswith("; " + blocks)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+def test_block_factors_stay_within_what_they_ask_for(dtype):
+    value = np.random.default_rng(0).standard_normal((300, 2000)).astype(dtype)
+    left, right = tensor(value), tensor(value * dtype.type(2))
+    needed = 128 * 2000 * 64
+    assert block_factors(left, right, needed - 1, lambda count: None).kind == "not looked at"
+    tracemalloc.start()
+    found = block_factors(left, right, needed, lambda count: None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.facts == {"block_factors": [2, 2]} and peak < needed
+
+
 def test_last_digits_are_no_block_factors(wide, tmp_path):
     """One unit in the last place, here and there, is a factor of nearly 1 in every block."""
     _, values, _, _ = wide
@@ -723,6 +760,7 @@ def test_a_small_bound_finds_the_same(values, original, tmp_path, memory):
             assert found["explanation"] == row["explanation"]
     if memory < 100_000:
         assert text(small_steps, GATE_UP) == "not looked at for other arrangements: --max-memory is too little"
+        assert "rounded" not in text(small_steps, DOWN)
         assert small_steps["totals"]["unexplained"] > 1
 
 
@@ -749,6 +787,47 @@ def test_memory_stays_within_the_bound(tmp_path):
 
 def test_too_little_memory_for_a_quantised_row(wide, capfd):
     assert "which is quantised, takes 35.0 KiB" in bad_input(capfd, wide[0], wide[2], "--max-memory", "10kB")
+
+
+def test_progress_counts_all_that_is_read(changed, values, wide, monkeypatch, tmp_path):
+    """Also when arrangements, block factors and other names are looked for, and a reading that ends early."""
+    bars = []
+
+    class Recorded(Progress):
+        def __init__(self, what, total, quiet):
+            super().__init__(what, total, quiet)
+            self.foreseen, self.largest = total, 0
+            bars.append(self)
+
+        def advance(self, count):
+            super().advance(count)
+            self.largest = max(self.largest, count)
+
+    monkeypatch.setattr(comparison, "Progress", Recorded)
+
+    def further(replaced) -> int:
+        """Bytes read that were not foreseen."""
+        changed(replaced, max_memory=200_000)
+        assert bars[-1].done == bars[-1].total and bars[-1].largest <= 100_000 // 128 * 4
+        return bars[-1].done - bars[-1].foreseen
+
+    assert further({}) == 0
+    assert further({DOWN: values[DOWN][::-1]}) == 2 * values[DOWN].nbytes
+    assert further({DOWN: other(values[DOWN])}) == 2 * values[DOWN].nbytes
+    assert further({O_PROJ: np.zeros_like(values[O_PROJ])}) == 0
+    assert further({GATE: values[UP]}) == 4 * values[GATE].nbytes  # for arrangements, then as A's up
+    nearly = values[UP].copy()
+    nearly[2, 0] += 1
+    assert further({GATE: nearly}) == 2 * values[GATE].nbytes
+    head = "lm_head.weight"
+    a, cut = store(tmp_path / "a", values), small(num_hidden_layers=3, num_nextn_predict_layers=1, vocab_size=290)
+    shorter = {name: value[:290] if value.shape[0] == 300 else value for name, value in values.items()}
+    diff(a, store(tmp_path / "cut", shorter, cut))
+    assert bars[-1].done == bars[-1].total == bars[-1].foreseen - 2 * (values[head].nbytes - shorter[head].nbytes)
+    _, _, fp8, rounded = wide
+    scaled = rounded[GATE_UP].astype(F32) * (1 + np.arange(140) // 128).astype(F32)
+    diff(fp8, store(tmp_path / "scaled", {**rounded, GATE_UP: scaled}, WIDE))
+    assert bars[-1].done == bars[-1].total == bars[-1].foreseen + 2 * 2 * scaled.nbytes  # arrangements, blocks
 
 
 # --- fingerprints and explanations of any shape ---

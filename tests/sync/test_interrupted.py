@@ -1,5 +1,9 @@
-"""Conversions that are cut short: nothing half written gets the destination's name, and a second run goes on."""
+"""Conversions that are cut short: nothing half written gets the destination's name, and a second run goes on.
 
+Ctrl-C ends every command in a line.
+"""
+
+import importlib
 import json
 import os
 import resource
@@ -14,7 +18,8 @@ import numpy as np
 import pytest
 from checkpoints import canonical_values, hub_folder, hub_values, read_hub, small
 
-from shared_ops.errors import UserError
+from shared_ops.errors import UserError, run_cli
+from weight_sync import __main__ as weight_sync
 from weight_sync.conversion import convert
 from weight_sync.plan import Options
 from weight_sync.stores.atomic import JOURNAL
@@ -178,10 +183,63 @@ sys.exit(run_cli(__main__.main, ["convert", sys.argv[1], sys.argv[2], "--to", "h
 """
 
 
+@pytest.mark.parametrize("name", weight_sync.COMMANDS)
+def test_every_command_ends_in_a_line(name, monkeypatch, capfd):
+    """Also where the interrupt comes as another exception, as out of an extension that was being imported."""
+    module, raised = importlib.import_module(f"weight_sync.{name}"), []
+
+    def interrupted(argv):
+        raise raised[-1] from raised[0]
+
+    monkeypatch.setattr(module, "main", interrupted)
+    for error in (KeyboardInterrupt(), SystemError()):
+        raised.append(error)
+        assert run_cli(weight_sync.main, [name]) == 130
+        assert tuple(capfd.readouterr()) == ("", "interrupted\n")
+    raised[:] = [ValueError(), SystemError()]
+    with pytest.raises(SystemError):
+        weight_sync.main([name])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_comparison_interrupted_by_the_keyboard(large, tmp_path, number):
+    """While its threads look for arrangements, for minutes more if nothing stopped them; MindSpore passes SIGTERM on."""
+    config = small("tiny_v3", vocab_size=30_000, hidden_size=120)
+    port = hub_folder(tmp_path / "port", config, hub_values(config, canonical_values(config, dtype=np.float32, seed=9)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_DIFF, str(large), str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.stdout.readline() not in ("model.embed_tokens.weight\n", ""):
+        pass
+    process.send_signal(number)
+    try:
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "interrupted\n")
+
+
+SLOW_DIFF = """
+import runpy, sys, time
+from weight_sync.differences import fingerprints
+read = fingerprints.read
+def slow(tensor, start, stop):
+    print(tensor.name, flush=True)
+    time.sleep(0.5)
+    return read(tensor, start, stop)
+fingerprints.read = slow
+sys.argv[1:] = ["diff", sys.argv[1], sys.argv[2], "--max-memory", "4MB", "--quiet"]
+runpy.run_module("weight_sync", run_name="__main__")
+"""
+
+
 def test_two_at_once(v3, tmp_path, monkeypatch):
     from weight_sync.stores.atomic import Partial
 
-    with Partial(tmp_path / "out", {"a": 1}, False), pytest.raises(UserError, match="another conversion is writing it"):
+    with Partial(tmp_path / "out", {"a": 1}, False, lambda folder: True), pytest.raises(UserError, match="another conversion is writing it"):
         run(v3, tmp_path / "out", "hdf5")
 
 

@@ -165,9 +165,9 @@ def map_file(path: Path) -> np.ndarray:
 def check_name(name: str, where: Path) -> None:
     """`UserError` for names that could be taken for a path out of a folder."""
     parts = name.replace("\\", "/").split("/")
-    if not name or name.startswith(("/", "\\")) or ".." in parts or "\0" in name:
+    if not name.isprintable() or not name or name.startswith(("/", "\\")) or ".." in parts:
         raise UserError(
-            f"{where}: refuses the tensor name {name!r}: a name must not be empty, absolute or contain '..'"
+            f"{where}: refuses the tensor name {name!r}: a name must be a plain one, not empty, absolute or with '..'"
         )
 
 

@@ -1,5 +1,6 @@
 """Which format is a file or folder? Its content says, not its name."""
 
+import re
 from pathlib import Path
 
 from shared_ops.errors import UserError
@@ -8,6 +9,8 @@ from weight_sync.stores.base import Store
 
 CONFIG = "config.json"
 _LEGACY_PICKLE = b"\x80\x02"
+# what trainers save beside weights
+_OTHER_NAMES = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)|LICENSE.*")
 # never weights, though some begin like them (a SentencePiece tokenizer is the twin of a .ckpt)
 _OTHER = (".json", ".jsonl", ".jinja", ".txt", ".md", ".py", ".model", ".yaml", ".yml", ".html", ".log", ".pdf", ".png")
 
@@ -19,8 +22,14 @@ def open_store(path: Path) -> Store:
         return training_state.read_folder(path)
     folder = path if path.is_dir() else path.parent
     store = _read(kind, path, files)
-    if store.config_json is None and (folder / CONFIG).is_file():
-        store.config_json = (folder / CONFIG).read_bytes()
+    if (folder / CONFIG).is_file():
+        beside = (folder / CONFIG).read_bytes()
+        if store.config_json not in (None, beside):
+            raise UserError(
+                f"{folder / CONFIG}: is not the configuration that the model itself carries: remove it, or give "
+                "the right one with --config"
+            )
+        store.config_json = beside
         store.files.append(folder / CONFIG)
     return store
 
@@ -30,9 +39,16 @@ def format_at(path: Path) -> str:
     return _find(Path(path))[0]
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder holds weights of any format, or of several."""
+    return training_state.is_step(folder) or bool(_candidates(folder))
+
+
 def _find(path: Path) -> tuple[str, list[Path]]:
     if not path.exists():
         raise UserError(f"{path}: not there")
+    if not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: is neither a file nor a folder")
     if path.is_dir() and training_state.is_step(path):
         return "training_state", []
     by_format = _candidates(path)
@@ -53,7 +69,7 @@ def _candidates(path: Path) -> dict[str, list[Path]]:
         files = [path]
     by_format: dict[str, list[Path]] = {}
     for file in files:
-        if file.suffix not in _OTHER and not file.name.startswith("LICENSE") and (kind := format_of(file)):
+        if file.suffix not in _OTHER and not _OTHER_NAMES.fullmatch(file.name) and (kind := format_of(file)):
             by_format.setdefault(kind, []).append(file)
     if len(by_format) > 1 and "onnx" in by_format:  # an ONNX model's data can look like anything
         data = {opened for model in by_format["onnx"] for opened in onnx.read_file(model)[1]}

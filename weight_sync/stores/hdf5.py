@@ -41,6 +41,8 @@ def _read_file(path: Path, opened: list[h5py.File]) -> dict[str, Stored]:
         def index(name: str, item: h5py.Group | h5py.Dataset) -> None:
             if isinstance(item, h5py.Dataset):
                 tensor = _tensor(path, name, item, data)
+                if tensor.name in tensors:
+                    raise UserError(f"{path}: holds {tensor.name} twice, once under {GROUP}")
                 tensors[tensor.name] = tensor
 
         file.visititems(index)  # hard links only: no soft or external link is followed

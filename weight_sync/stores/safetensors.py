@@ -97,7 +97,9 @@ def read_folder(folder: Path, files: Sequence[Path]) -> Store:
         raise UserError(f"{index}: {_listed(lacking)} not there; {_DAMAGED}")
     if unnamed := sorted(tensors.keys() - weight_map.keys()):
         raise UserError(f"{index}: does not name {_listed(unnamed)}, which its shards hold; {_DAMAGED}")
-    notes, held = [], sum(tensor.nbytes for tensor in tensors.values())
+    others = [path.name for path in files if path.name not in shards]
+    notes = [f"{', '.join(others)} also there, but not named by {INDEX}: not read"] if others else []
+    held = sum(tensor.nbytes for tensor in tensors.values())
     if total not in (None, held):
         notes.append(f"{INDEX} says total_size {total}, its tensors have {held} bytes")
     return Store(folder, "hf", tensors, [index, *shards.values()], notes=notes)

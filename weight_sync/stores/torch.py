@@ -66,8 +66,9 @@ def _state_dict(loaded: Any, path: Path, torch) -> Mapping[str, Any]:
 
 
 def _stored(name: str, tensor, path: Path, torch) -> Stored:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise UserError(f"{path}: {name} is no plain dense tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise UserError(f"{path}: {name} is no plain dense tensor with values")
+    tensor = tensor.resolve_conj().resolve_neg()
     try:
         dtype = dtypes.from_name(str(tensor.dtype).removeprefix("torch."))
     except KeyError:

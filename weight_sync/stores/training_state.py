@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_ops import training_state as shared
 from shared_ops.errors import UserError
-from shared_ops.training_state import FORMAT, MANIFEST, STATE, StepReader, read_step
+from shared_ops.training_state import FORMAT, MANIFEST, STATE, StepReader, file_facts, read_step
+from shared_ops.training_state import seal as write_manifest
 from weight_sync.stores.base import Rows, Store, Stored, TensorPlan, TrainingState
 from weight_sync.stores.hdf5 import Hdf5Plan
 
@@ -54,10 +54,4 @@ def plan(tensors: Sequence[TensorPlan]) -> tuple[list[Hdf5Plan], dict[str, bytes
 
 def seal(folder: Path, training: Mapping[str, Any]) -> None:
     """Write the manifest of a complete state file."""
-    path = folder / STATE
-    manifest = {
-        "format": FORMAT, "format_version": shared.FORMAT_VERSION, "step": training["step"], "meta": training["meta"],
-        "files": {STATE: {"size": path.stat().st_size, "xxh3_64": shared._file_checksum(path)}},
-    }  # fmt: skip
-    manifest["checksum"] = shared._manifest_checksum(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    write_manifest(folder, training["step"], training["meta"], {STATE: file_facts(folder / STATE)})

@@ -1,0 +1,1 @@
+"""What differs between two stores of weights, and how one tensor comes from the other."""
