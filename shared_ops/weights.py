@@ -29,8 +29,8 @@ EXACT_IN_FP32 = (np.float32, ml_dtypes.bfloat16, np.float16)
 class Weights:
     """`weights["params/model.norm.weight"]` is an fp32 array, widened exactly if stored narrower; a context manager."""
 
-    def __init__(self, reader: StepReader, checksums: Mapping[str, str]):
-        self.reader, self.checksums = reader, checksums
+    def __init__(self, model: ModelConfig, reader: StepReader, checksums: Mapping[str, str]):
+        self.model, self.reader, self.checksums = model, reader, checksums
 
     def __getitem__(self, name: str) -> np.ndarray:
         """`UserError` where the content is not what conversion.json says."""
@@ -50,8 +50,10 @@ class Weights:
         self.reader.close()
 
 
-def open_weights(folder: Path, model: ModelConfig, verify: bool = True) -> Weights:
+def open_weights(folder: Path, model: ModelConfig | None, verify: bool = True) -> Weights:
     """The weights in `folder`, which must be those of `model`, all of them and no others; `UserError` if not.
+
+    Without a `model` it is the one that the folder says.
 
     `verify`: read a step folder's files once for their checksums; an HDF5 folder's are compared when it is read.
     """
@@ -59,14 +61,16 @@ def open_weights(folder: Path, model: ModelConfig, verify: bool = True) -> Weigh
     is_state = (folder / MANIFEST).is_file()
     reader, there = _open_state(folder, verify) if is_state else _open_model(folder)
     try:
-        _check_model(folder, reader, there, model)
+        there = _without_absent_mtp(reader, there)
+        model = model or there
+        _check_model(folder, there, model)
         shapes = {PARAMS + p.name: p.shape for p in manifest(model)}
         looked_at = PARAMS if is_state else ""  # a state has moments, too, which a new run does not want
         reader.check(shapes, EXACT_IN_FP32, looked_at, f"{CONFIG} or the run file do not describe these weights")
     except BaseException:
         reader.close()
         raise
-    return Weights(reader, {} if is_state else _checksums(folder / REPORT))
+    return Weights(model, reader, {} if is_state else _checksums(folder / REPORT))
 
 
 def _checksums(path: Path) -> dict[str, str]:
@@ -77,7 +81,7 @@ def _checksums(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: is no conversion's report ({error}): remove it, or convert the weights again") from None
+        raise UserError(f"{path}: is no conversion's report ({error}): remove it, or convert again") from None
 
 
 def _open_state(folder: Path, verify: bool) -> tuple[StepReader, ModelConfig]:
@@ -109,14 +113,16 @@ def _open_model(folder: Path) -> tuple[StepReader, ModelConfig]:
     return StepReader(folder, [MODEL]), there
 
 
-def _check_model(folder: Path, reader: StepReader, there: ModelConfig, model: ModelConfig) -> None:
+def _without_absent_mtp(reader: StepReader, there: ModelConfig) -> ModelConfig:
+    """Transformers saves no prediction layers, whatever the configuration says."""
+    first = f"{PARAMS}model.layers.{there.num_hidden_layers}."
+    if any(name.startswith(first) for name in reader.names()):
+        return there
+    return there.model_copy(update={"num_nextn_predict_layers": 0})
+
+
+def _check_model(folder: Path, there: ModelConfig, model: ModelConfig) -> None:
     """`UserError` listing what makes the folder's model another one than the run's."""
-    first = there.num_hidden_layers
-    lacks_mtp = there.num_nextn_predict_layers > 0 and not any(
-        name.startswith(f"{PARAMS}model.layers.{first}.") for name in reader.names()
-    )
-    if lacks_mtp:  # transformers saves none, whatever the configuration says
-        there = there.model_copy(update={"num_nextn_predict_layers": 0})
     lines = differences({"model": there.model_dump()}, {"model": model.model_dump()}, [f"model.{key}" for key in FREE])
     if not lines:
         return

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared_ops.config import ModelConfig, load_model_config, load_run_config, read_yaml, validate
+from shared_ops.config import ModelConfig, load_model_config, load_run_config, read_yaml
 from shared_ops.data.packing import batch_from_documents
 from shared_ops.errors import EXIT_DIFFERENT, EXIT_OK, UserError, run_cli
 from shared_ops.files import sync
 from shared_ops.init import initial_value
 from shared_ops.params import Parameter, manifest
-from shared_ops.training_state import BFLOAT16, MANIFEST, StepReader, read_step
+from shared_ops.weights import PARAMS, open_weights
 from torch_proto.checkpoint import StateMap
 from torch_proto.model import DeepseekForCausalLM
 from torch_proto.router import Router
@@ -119,9 +119,8 @@ def weights_of(config: str | None, weights: Path | None) -> Iterator[tuple[Model
             raise UserError("nothing to export: give --config, --weights or both")
         yield model, lambda p: initial_value(p, seed, model.initializer_range)
         return
-    own, reader = _open(weights)
-    with reader:
-        yield model or own(), lambda p: _stored(reader, p)
+    with open_weights(weights, model) as stored:
+        yield stored.model, lambda p: stored[PARAMS + p.name]
 
 
 def read_config(where: str) -> tuple[ModelConfig, int]:
@@ -131,31 +130,6 @@ def read_config(where: str) -> tuple[ModelConfig, int]:
         run = load_run_config(path)
         return run.model, run.run.seed
     return load_model_config(where), 0
-
-
-def _open(weights: Path) -> tuple[Callable[[], ModelConfig], StepReader]:
-    """(how to read its configuration, its arrays)."""
-    if (weights / MANIFEST).is_file():
-        meta, reader = read_step(weights)
-        return lambda: validate(ModelConfig, meta.get("config", {}).get("model", {}), str(weights)), reader
-    if (weights / "model.h5").is_file():
-        return lambda: load_model_config(weights), StepReader(weights, ["model.h5"])
-    raise UserError(
-        f"{weights}: expected a step folder or an HDF5 weights folder, with {MANIFEST} or model.h5; "
-        "python -m weight_sync convert SRC DST --to hdf5 makes one of other formats"
-    )
-
-
-def _stored(reader: StepReader, p: Parameter) -> np.ndarray:
-    name = f"params/{p.name}"
-    if name not in reader:
-        raise UserError(f"{reader.folder}: has no {name}, which the configuration asks for")
-    if reader.shape(name) != p.shape:
-        found, expected = list(reader.shape(name)), list(p.shape)
-        raise UserError(f"{reader.folder}: {name} is {found}, the configuration makes it {expected}")
-    if reader.dtype(name) not in (np.float32, BFLOAT16, np.float16, np.float64):
-        raise UserError(f"{reader.folder}: {name} is {reader.dtype(name)}, expected bf16 or fp32")
-    return reader[name].astype(np.float32, copy=False)
 
 
 # --- the graph ---------------------------------------------------------------------------------------------------

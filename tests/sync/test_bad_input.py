@@ -214,25 +214,32 @@ def test_two_formats_in_one_folder(folder, tmp_path):
 
 
 class Evil:
+    """Would make a file if it were unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/evil",)
+        return os.system, (f"touch {self.path}",)
 
 
-@pytest.mark.parametrize(
-    "content", [{"a": Evil()}, Evil(), [1, 2], {"a": {"b": 1}}, {}, {"epoch": 3, "model": {}}, "text"]
-)
-def test_pickles_that_are_more_than_tensors(v3, tmp_path, content):
+@pytest.mark.parametrize("kind", ["evil in a dict", "evil", "list", "nested", "empty", "wrapper without tensors", "text"])
+def test_pickles_that_are_more_than_tensors(v3, tmp_path, kind):
     import torch
 
-    torch.save(content, tmp_path / "x.pt")
+    evil = Evil(tmp_path / "evil")
+    contents = {"evil in a dict": {"a": evil}, "evil": evil, "list": [1, 2], "nested": {"a": {"b": 1}}, "empty": {},
+                "wrapper without tensors": {"epoch": 3, "model": {}}, "text": "text"}  # fmt: skip
+    torch.save(contents[kind], tmp_path / "x.pt")
     said = refusal(tmp_path / "x.pt", config=str(v3 / "config.json"))
-    assert "state_dict" in said and not Path("/tmp/evil").exists()
+    assert "state_dict" in said and not evil.path.exists()
 
 
 def test_a_bare_pickle(v3, tmp_path):
-    (tmp_path / "x.pt").write_bytes(pickle.dumps({"a": Evil()}))
+    evil = Evil(tmp_path / "evil")
+    (tmp_path / "x.pt").write_bytes(pickle.dumps({"a": evil}))
     assert refusal(tmp_path / "x.pt", config=str(v3 / "config.json"))
-    assert not Path("/tmp/evil").exists()
+    assert not evil.path.exists()
 
 
 @pytest.mark.parametrize("to", ["hf", "torch", "mindspore", "hdf5", "onnx"])
