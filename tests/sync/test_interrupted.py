@@ -203,7 +203,7 @@ def test_every_command_ends_in_a_line(name, monkeypatch, capfd):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_comparison_interrupted_by_the_keyboard(large, tmp_path, number):
-    """While its threads look for arrangements, for minutes more if nothing stopped them; MindSpore passes SIGTERM on."""
+    """While its threads look for arrangements, for minutes more if nothing stops them; MindSpore passes SIGTERM on."""
     config = small("tiny_v3", vocab_size=30_000, hidden_size=120)
     port = hub_folder(tmp_path / "port", config, hub_values(config, canonical_values(config, dtype=np.float32, seed=9)))
     process = subprocess.Popen(
