@@ -23,7 +23,7 @@ BFLOAT16, FLOAT32, FLOAT64 = dtypes.from_name("bfloat16"), np.dtype(np.float32),
 CONFIG, REPORT = "config.json", "conversion.json"
 TRAINING = "training_state.json"  # beside converted weights: the moments lie there too
 PARAMS, MOMENTS = "params/", ("adam_m/", "adam_v/")
-_FP8 = ("float8_e4m3fn",)
+_FP8, _UE8M0 = ("float8_e4m3fn",), ("float8_e8m0fnu", "uint8")
 _PACKED = ("int8", "uint8")
 _QUANTISED_ONLY = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 
@@ -331,14 +331,14 @@ def _part(stored: Stored, expected: tuple[int, ...], all_stored: dict[str, Store
     if len(expected) != 2:
         raise UserError(f"{where}: {stored.name} has scales, but only matrices are quantised")
     if packed:
-        if expected[1] % 32 or scales.shape != (expected[0], expected[1] // 32) or scales.dtype.itemsize != 1:
+        if expected[1] % 32 or scales.shape != (expected[0], expected[1] // 32) or scales.dtype.name not in _UE8M0:
             raise UserError(
                 f"{where}: {scales.name} is {scales.dtype} {list(scales.shape)}; {stored.name} has one UE8M0 "
                 f"scale byte per 32 values, [{expected[0]}, {expected[1] // 32}]"
             )
     elif kind in _FP8:
         quantised.check_scales(f"{where}: {stored.name}", expected, scales.shape)
-        if scales.dtype.itemsize != 1 and scales.dtype.kind in "iu":
+        if scales.dtype.name not in (*_UE8M0, "float32", "bfloat16", "float16"):
             raise UserError(f"{where}: {scales.name} is {scales.dtype}, expected fp32 or UE8M0 scales")
     else:
         raise UserError(

@@ -216,3 +216,14 @@ def test_infinite_weights_are_not_quantised(tmp_path):
     source = hub_folder(tmp_path / "in", config, hub_values(config, values))
     with pytest.raises(UserError, match="model.layers.0.mlp.gate_proj.weight cannot be quantised: the value inf"):
         run(source, tmp_path / "out", "hf", dtype="fp8")
+
+
+@pytest.mark.parametrize("kind", [E4M3, np.dtype(np.int8), np.dtype(np.float64), np.dtype(np.int32)])
+def test_scales_of_another_dtype_are_refused(tmp_path, kind):
+    """One byte is not UE8M0 by that: an E4M3 one would become 2**-71."""
+    config = small("tiny_v3", **SIZES)
+    hub, _ = fp8_hub(config, "float32")
+    name = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    hub[name] = np.ones(hub[name].shape, kind)
+    with pytest.raises(UserError, match=f"{name} is .*expected fp32 or UE8M0 scales"):
+        run(hub_folder(tmp_path / "in", config, hub), tmp_path / "out", "hdf5")

@@ -46,7 +46,7 @@ def read_file(path: Path) -> dict[str, Stored]:
 
 
 def _state_dict(loaded: Any, path: Path, torch) -> Mapping[str, Any]:
-    for _ in range(2):
+    for _ in range(3):  # the state dict itself, or in one or two wrappers
         if not isinstance(loaded, Mapping) or not loaded:
             break
         if all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()):
