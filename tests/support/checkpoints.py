@@ -9,8 +9,8 @@ import numpy as np
 from shared_ops.config import ModelConfig, load_model_config
 from shared_ops.params import CORRECTION_BIAS, manifest
 
-SAFETENSORS = {"bfloat16": "BF16", "float32": "F32", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
-               "float8_e8m0fnu": "F8_E8M0", "int8": "I8", "uint8": "U8", "int64": "I64", "float64": "F64"}  # fmt: skip
+SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3",
+               "float8_e8m0fnu": "F8_E8M0", "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64"}  # fmt: skip
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 

@@ -223,13 +223,13 @@ class Evil:
         return os.system, (f"touch {self.path}",)
 
 
-@pytest.mark.parametrize("kind", ["evil in a dict", "evil", "list", "nested", "empty", "wrapper without tensors", "text"])
+@pytest.mark.parametrize("kind", ["evil in a dict", "evil", "list", "nested", "empty", "empty wrapper", "text"])
 def test_pickles_that_are_more_than_tensors(v3, tmp_path, kind):
     import torch
 
     evil = Evil(tmp_path / "evil")
     contents = {"evil in a dict": {"a": evil}, "evil": evil, "list": [1, 2], "nested": {"a": {"b": 1}}, "empty": {},
-                "wrapper without tensors": {"epoch": 3, "model": {}}, "text": "text"}  # fmt: skip
+                "empty wrapper": {"epoch": 3, "model": {}}, "text": "text"}  # fmt: skip
     torch.save(contents[kind], tmp_path / "x.pt")
     said = refusal(tmp_path / "x.pt", config=str(v3 / "config.json"))
     assert "state_dict" in said and not evil.path.exists()

@@ -239,7 +239,8 @@ runpy.run_module("weight_sync", run_name="__main__")
 def test_two_at_once(v3, tmp_path, monkeypatch):
     from weight_sync.stores.atomic import Partial
 
-    with Partial(tmp_path / "out", {"a": 1}, False, lambda folder: True), pytest.raises(UserError, match="another conversion is writing it"):
+    first = Partial(tmp_path / "out", {"a": 1}, False, lambda folder: True)
+    with first, pytest.raises(UserError, match="another conversion is writing it"):
         run(v3, tmp_path / "out", "hdf5")
 
 
