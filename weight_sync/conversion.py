@@ -57,6 +57,10 @@ def _check_paths(source: Path, destination: Path) -> None:
         raise UserError(f"{destination}: must lie apart from the source {source}")
 
 
+class _Stopped(Exception):
+    """A tensor was left unfinished because the conversion ends."""
+
+
 class _Conversion:
     """One conversion under way."""
 
@@ -157,7 +161,7 @@ class _Conversion:
             (folder / TRAINING).write_text(json.dumps(self.weights.training, indent=1) + "\n", "utf-8")
         source = self.weights.path
         for path in sorted(source.iterdir()) if source.is_dir() else ():
-            if _COMPANIONS.fullmatch(path.name) and path.is_file() and not (folder / path.name).exists():
+            if _COMPANIONS.fullmatch(path.name) and path.is_file():
                 shutil.copyfile(path, folder / path.name)
 
     # --- tensors ---
@@ -173,7 +177,13 @@ class _Conversion:
         def work(target: Target) -> None:
             if self.stopping:
                 return
-            facts = self._fill_one(target, progress)
+            try:
+                facts = self._fill_one(target, progress)
+            except _Stopped:
+                return  # another thread's error is the one to tell
+            except BaseException:
+                self.stopping = True  # the other threads need not go on
+                raise
             partial.record_tensor(target.tensor.key, facts)
             self.done[target.tensor.key] = facts
 
@@ -194,7 +204,7 @@ class _Conversion:
         changes = target.dtype is None or target.dtype != tensor.dtype
         for position, values in self._pieces(target):
             if self.stopping:
-                raise InterruptedError
+                raise _Stopped
             before.update(_bytes(values))
             if target.dtype is None:
                 self._fill_quantised(target, position, values, statistics, after, codes, scales)
@@ -333,7 +343,7 @@ def _check_copies(weights: Weights) -> None:
         original = weights.tensors[name].parts[0].stored
         for start in range(0, copy.nbytes, CHUNK):
             stop = min(start + CHUNK, copy.nbytes)
-            if not all(map(np.array_equal, original.pieces(start, stop), copy.pieces(start, stop))):
+            if not np.array_equal(joined(original.pieces(start, stop)), joined(copy.pieces(start, stop))):
                 raise UserError(
                     f"{weights.path}: {copy.name} differs from {name}; a prediction layer shares embedding and head "
                     "with the model (arXiv 2412.19437, 2.2)"

@@ -26,7 +26,7 @@ SPLIT = {"hf": 5_000_000_000, "torch": 50_000_000_000, "mindspore": mindspore.LA
 # what a hub folder's config.json says of FP8 weights
 _FP8_CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 # bytes of memory for one element under work: of the source, fp32, the result, and what statistics need
-_ELEMENT_BYTES = {"plain": 0, "copied": 8, "cast": 64, "dequantised": 80, "quantised": 96}
+_ELEMENT_BYTES = {"plain": 0, "copied": 16, "cast": 64, "dequantised": 80, "quantised": 96}
 
 
 @dataclass(frozen=True)

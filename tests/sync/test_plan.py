@@ -54,8 +54,10 @@ def sources(tmp_path_factory):
     return folders
 
 
-KINDS = [("plain", "hdf5", None), ("plain", "hdf5", "fp32"), ("plain", "hf", "fp8"), ("fp8", "hdf5", None),
-         ("fp8", "hf", "bf16"), ("rows", "hdf5", None), ("rows", "hf", "fp16"), ("wide rows", "hdf5", None)]  # fmt: skip
+KINDS = [
+    ("plain", "hdf5", None), ("plain", "hdf5", "fp32"), ("plain", "hf", "fp8"), ("fp8", "hdf5", None),
+    ("fp8", "hf", "bf16"), ("rows", "hdf5", None), ("rows", "hf", "fp16"), ("wide rows", "hdf5", None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("source, to, dtype", KINDS)
@@ -87,7 +89,7 @@ def test_threads_are_as_many_as_asked_for_where_there_is_room(sources):
     with open_weights(sources["plain"]) as weights:
         assert Plan(weights, Options(to="hf", dtype="fp8", workers=3)).workers == 3
         made = Plan(weights, Options(to="hf", dtype="fp8", workers=3, max_memory=1_200_000))
-        assert made.workers == 2 or made.workers == 1
+        assert 1 <= made.workers < 3
         assert Plan(weights, Options(to="hdf5", workers=5, max_memory=10)).workers == 5  # views need none
 
 

@@ -63,6 +63,14 @@ def wide(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def right(source, tmp_path_factory):
+    """The source in HDF5, without any fault on the way."""
+    folder = tmp_path_factory.mktemp("right") / "h5"
+    run(source, folder, "hdf5")
+    return folder
+
+
+@pytest.fixture(scope="module")
 def state(tmp_path_factory):
     """A step folder with moments."""
     from shared_ops.config import load_run_config
@@ -78,6 +86,14 @@ def state(tmp_path_factory):
     whole = [(name, ArraySlice(value, (0,) * value.ndim, value.shape)) for name, value in arrays.items()]
     with StepWriter(tmp_path_factory.mktemp("state") / "checkpoints", 7, state_meta(config, "key", 70)) as writer:
         return writer.publish({"s.h5": write_shard(writer.folder / "s.h5", whole)})
+
+
+@pytest.fixture(scope="module")
+def with_moments(state, tmp_path_factory):
+    """The step folder as HDF5 folders of weights and moments."""
+    folder = tmp_path_factory.mktemp("moments") / "h5"
+    run(state, folder, "hdf5", optimizer=True)
+    return folder
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -294,8 +310,8 @@ def test_nothing_but_the_result_is_published(source, tmp_path, monkeypatch):
 
 
 def test_an_overflow_at_the_start_leaves_nothing(tmp_path):
-    """Every tensor of the first layer overflows, so that none is written before the threads stop."""
-    config = model()
+    """V2 has no correction bias: every tensor overflows, so that none is written before the threads stop."""
+    config = small("tiny_v2", num_hidden_layers=3, first_k_dense_replace=1)
     values = {name: value * 1e8 for name, value in canonical_values(config, dtype=np.float32).items()}
     source = hub_folder(tmp_path / "in", config, hub_values(config, values))
     with pytest.raises(UserError, match=f"{FIRST} has the value .*float16"):
@@ -323,16 +339,14 @@ MALFORMED = [b"[]", b"5", b"null", b'"file"', b"\xff\xfe", b"[" * 100_000, b'{"f
 
 @pytest.mark.parametrize("line", MALFORMED, ids=range(len(MALFORMED)))
 @pytest.mark.parametrize("where", ["first", "among the files", "last"])
-def test_a_damaged_journal_is_no_crash(source, tmp_path, monkeypatch, line, where):
+def test_a_damaged_journal_is_no_crash(source, right, tmp_path, monkeypatch, line, where):
     partial = interrupt(monkeypatch, source, tmp_path / "out", after=3, to="hdf5")
     lines = (partial / atomic.JOURNAL).read_bytes().split(b"\n")
     lines.insert({"first": 0, "among the files": 1, "last": len(lines) - 1}[where], line)
     (partial / atomic.JOURNAL).write_bytes(b"\n".join(lines))
-    run(source, tmp_path / "out", "hdf5")
-    run(source, tmp_path / "right", "hdf5")
-    assert content(tmp_path / "out") == content(tmp_path / "right")
-    facts = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]
-    assert facts == json.loads((tmp_path / "right" / "conversion.json").read_text())["tensors"]
+    report = run(source, tmp_path / "out", "hdf5")
+    assert content(tmp_path / "out") == content(right)
+    assert report["tensors"] == json.loads((right / "conversion.json").read_text())["tensors"]
 
 
 def test_no_room_keeps_what_is_there(source, tmp_path, monkeypatch):
@@ -438,13 +452,23 @@ def test_a_symlink_as_destination_works_or_is_refused_at_once(source, tmp_path, 
         assert read_hub(tmp_path / "out") == read_hub(source)
 
 
-def test_a_partial_folder_that_leads_elsewhere_is_refused(source, tmp_path):
+@pytest.mark.parametrize("held", [(), ("thesis.txt",), (atomic.JOURNAL, "thesis.txt")], ids=str)
+def test_a_partial_folder_that_leads_elsewhere_is_refused(source, tmp_path, held):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("long")
+    for name in held:
+        (tmp_path / "mine" / name).write_text("{}\n")
     (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
     with pytest.raises(UserError, match=r"\.out\.partial"):
         run(source, tmp_path / "out", "hdf5")
-    assert content(tmp_path / "mine") == {"thesis.txt": b"long"} and not (tmp_path / "out").exists()
+    assert content(tmp_path / "mine") == dict.fromkeys(held, b"{}\n") and not (tmp_path / "out").exists()
+
+
+def test_a_partial_folder_of_somebody_else_is_refused(source, tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "thesis.txt").write_text("long")
+    with pytest.raises(UserError, match=r"\.out\.partial"):
+        run(source, tmp_path / "out", "hdf5")
+    assert content(tmp_path / ".out.partial") == {"thesis.txt": b"long"} and not (tmp_path / "out").exists()
 
 
 def test_overwriting_what_is_no_weights_folder_is_refused(source, tmp_path):
@@ -503,7 +527,8 @@ def test_fp8_of_float64(tmp_path, scale_format):
             written = np.float64 if name == NORM else np.float32
             assert facts["source"]["dtype"] == "float64"
             assert facts["destination"]["xxh3_64"] == xxhash.xxh3_64(value.astype(written).tobytes()).hexdigest()
-    assert "cast" in report["tensors"][QUANTISED] and "quantization_config" in (tmp_path / "out/config.json").read_text()
+    assert "cast" in report["tensors"][QUANTISED]
+    assert "quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -579,7 +604,7 @@ def test_the_second_of_two_prediction_layers_alone_is_refused(tmp_path):
     config = model(num_nextn_predict_layers=2)
     hub = hub_values(config, canonical_values(config))
     hub = {name: value for name, value in hub.items() if not name.startswith(MTP)}
-    with pytest.raises(UserError, match=r"layers\.3\..*missing.*|missing: model\.layers\.3\.") as refused:
+    with pytest.raises(UserError, match=r"missing: model\.layers\.3\.") as refused:
         run(hub_folder(tmp_path / "in", config, hub), tmp_path / "out", "hdf5")
     assert "there in part" in str(refused.value)
 
@@ -589,7 +614,7 @@ def test_a_copy_of_another_kind_is_refused(tmp_path, copy):
     value = canonical_values(model())[FIRST]
     other = value.astype(np.float32) if copy == "dtype" else value[:-1]
     source = source_folder(tmp_path / "in", change={MTP + "embed_tokens.weight": other})
-    with pytest.raises(UserError, match=rf"{MTP}embed_tokens.weight should be a copy of {FIRST}.*another shape or dtyp"):
+    with pytest.raises(UserError, match=f"{MTP}embed_tokens.weight should be a copy of {FIRST}.*another shape"):
         run(source, tmp_path / "out", "hdf5")
 
 
@@ -627,17 +652,14 @@ def test_a_given_config_json_goes_along_to_the_byte(source, tmp_path):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_companions_are_carried_and_nothing_written_is_replaced(tmp_path, to):
-    config = model()
     source = source_folder(tmp_path / "in")
     companions = ("README.md", "LICENSE-MODEL", "tokenizer.model", "generation_config.json", "modeling_x.py")
-    others = ("journal.jsonl", "conversion.json", "training_state.json", "notes.txt")
-    for name in (*companions, *others):
+    for name in (*companions, "journal.jsonl", "conversion.json", "notes.txt"):
         (source / name).write_text("{}")
-    (source / "training_state.json").unlink()
     run(source, tmp_path / "out", to)
     assert all((tmp_path / "out" / name).read_text() == "{}" for name in companions)
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert report["mapped"] == len(canonical_values(config))
+    assert report["mapped"] == len(canonical_values(model()))
     assert not {"journal.jsonl", "notes.txt"} & {path.name for path in (tmp_path / "out").iterdir()}
 
 
@@ -654,35 +676,35 @@ def test_parameters_beyond_the_configuration_are_no_constants(tmp_path):
 # --- files that are not what their names say ---
 
 DEEP = "[" * 100_000
+DESTINATIONS = [
+    "5", "[]", "{}", '{"destination": 5}', '{"destination": null}', '{"destination": {"dtype": "bfloat16"}}',
+    '{"destination": {"dtype": [], "xxh3_64": {}}}',
+]  # fmt: skip
 REPORTS = [
-    "[]", "5", "null", "{", DEEP, "\0", '{"tensors": 5}', '{"tensors": {"model.norm.weight": 5}}',
-    '{"tensors": {"model.norm.weight": []}}', '{"tensors": {"model.norm.weight": {"destination": 5}}}',
-    '{"tensors": {"model.norm.weight": {"destination": null}}}',
-    '{"tensors": {"model.norm.weight": {"destination": {"dtype": [], "xxh3_64": {}}}}}', '{"tensors": {}, "copies": 5}',
+    "[]", "5", "null", "{", DEEP, "\0", "\udcff", '{"tensors": 5, "copies": []}', '{"tensors": {}, "copies": 5}',
     '{"tensors": {}, "copies": null}', '{"tensors": {}, "copies": [[1]]}', '{"tensors": {}, "copies": [{}]}',
+    *(f'{{"tensors": {{"model.norm.weight": {facts}}}, "copies": []}}' for facts in DESTINATIONS),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", REPORTS, ids=range(len(REPORTS)))
-def test_a_malformed_report_is_no_crash(source, tmp_path, text):
-    run(source, tmp_path / "in", "hdf5")
-    (tmp_path / "in" / "conversion.json").write_text(text)
+def test_a_malformed_report_is_no_crash(right, tmp_path, text):
+    shutil.copytree(right, tmp_path / "in")
+    (tmp_path / "in" / "conversion.json").write_bytes(text.encode(errors="surrogateescape"))
     code = command(tmp_path / "in", tmp_path / "out", "--to", "hf")
     assert code in (0, 2) and (tmp_path / "out").exists() == (code == 0)
-    (tmp_path / "in" / "conversion.json").write_bytes(b"\xff\xfe")
-    assert command(tmp_path / "in", tmp_path / "out2", "--to", "hf") in (0, 2)
 
 
-STATES = ["[]", "5", "null", "{", DEEP, "\0", "{}", '{"step": 7}', '{"step": "x", "meta": {}}',
+STATES = ["[]", "5", "{", DEEP, "\udcff", "{}", '{"step": 7}', '{"step": "x", "meta": {}}',
           '{"step": 7, "meta": 5}', '{"meta": {}}', '{"step": 7, "meta": {"config": 1}}']  # fmt: skip
 
 
 @pytest.mark.parametrize("text", STATES, ids=range(len(STATES)))
-def test_a_malformed_training_position_is_no_crash(state, tmp_path, text):
+def test_a_malformed_training_position_is_no_crash(with_moments, tmp_path, text):
     from shared_ops.training_state import read_step
 
-    run(state, tmp_path / "in", "hdf5", optimizer=True)
-    (tmp_path / "in" / "training_state.json").write_text(text)
+    shutil.copytree(with_moments, tmp_path / "in")
+    (tmp_path / "in" / "training_state.json").write_bytes(text.encode(errors="surrogateescape"))
     assert command(tmp_path / "in", tmp_path / "again", "--to", "hf", "--optimizer") in (0, 2)
     assert command(tmp_path / "in", tmp_path / "weights", "--to", "hf") in (0, 2)
     if command(tmp_path / "in", tmp_path / "state", "--to", "training_state") == 0:
