@@ -99,9 +99,7 @@ class TrainingLoop:
         if self.rank == 0:
             self.folder.hold()
         self.state_folder = self._find_state()
-        if self.state_folder is not None:
-            self.weights = None
-        elif self.weights is not None:
+        if self.state_folder is None and self.weights is not None:
             with open_weights(self.weights, self.config.model, verify=self.rank == 0):
                 pass  # what is wrong with them is told before any work
         self.data_folder, self.data = find_data(self.config, quiet=self.rank != 0)
@@ -268,16 +266,20 @@ class TrainingLoop:
         recorder.message(f"run folder {self.folder.path}")
         if self.state_folder is not None:
             recorder.message(f"going on after step {self.start}, from {self.state_folder}")
+            if self.weights is not None:
+                recorder.message(f"--weights {self.weights} is for a new run: not used")
         elif self.weights is not None:
             recorder.message(f"beginning with the weights in {self.weights}")
         if self.start >= config.train.last_step:
-            recorder.message("nothing left to do: raise train.steps or train.stop_after to go on")
+            recorder.message(
+                "nothing left to do; to go on raise train.stop_after, or train.steps and --force a new schedule"
+            )
         elif twin.first_step_notice:
             recorder.message(twin.first_step_notice)
 
     def _conclude(self, recorder: Recorder, step: int, last: int, saved: int, stopped: bool) -> None:
         recorder.progress.close()
-        if text := recorder.summary():
+        if len(recorder.history) and (text := recorder.summary()):
             recorder.message(text)
         entropy = self.data.splits["train"].unigram_entropy
         history = recorder.history

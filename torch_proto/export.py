@@ -38,6 +38,7 @@ from torch_proto.router import Router
 if TYPE_CHECKING:
     from onnxscript import ir
 
+SEGMENTS = "segment_ids: a number from 1 for each document packed into a row (1 everywhere for one text), 0: padding"
 INPUTS, OUTPUT = ("input_ids", "position_ids", "segment_ids"), "logits"
 CONSTANTS, DATA_SUFFIX = "constants/", ".data"
 LARGEST_MODEL = 2_000_000_000  # protobuf ends at 2 GiB: beyond it all tensors go to one file beside the model
@@ -67,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
                 report += f"; {agreement}"
             publish(folder, out)
     print(report)
+    print(f"inputs {', '.join(INPUTS)}, int64 [batch, sequence]; {SEGMENTS}; output {OUTPUT}")
     return EXIT_OK
 
 
@@ -74,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torch_proto.export",
         description="Write the main model's forward pass and its weights as an ONNX model.",
+        epilog=f"The model takes {', '.join(INPUTS)}, int64 [batch, sequence]; {SEGMENTS}. It gives {OUTPUT}.",
     )
     parser.add_argument("out", type=Path, metavar="OUT.onnx", help="file to write")
     parser.add_argument(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from shared_ops.config import ModelConfig
 from shared_ops.errors import UserError
 from shared_ops.files import sync
 from weight_sync import dtypes, quantised
@@ -69,7 +70,7 @@ class _Conversion:
         self.plan = Plan(weights, options)
         self.fingerprint = fingerprint(self.plan)
         self.done: dict[str, dict[str, Any]] = {}
-        self.notes = list(weights.notes)
+        self.notes = [*weights.notes, *_not_carried(weights)]
         self.stopping = False
 
     def run(self) -> dict[str, Any]:
@@ -160,7 +161,9 @@ class _Conversion:
         if self.options.optimizer:
             (folder / TRAINING).write_text(json.dumps(self.weights.training, indent=1) + "\n", "utf-8")
         source = self.weights.path
-        for path in sorted(source.iterdir()) if source.is_dir() else ():
+        if self.weights.format == STATE:
+            source = training_state.data_folder(source)
+        for path in sorted(source.iterdir()) if source is not None and source.is_dir() else ():
             if _COMPANIONS.fullmatch(path.name) and path.is_file():
                 shutil.copyfile(path, folder / path.name)
 
@@ -331,6 +334,17 @@ class _Conversion:
             "notes": self.notes,
             "tensors": {_report_name(key): self.done[key] for key in plan.targets},
         }  # fmt: skip
+
+
+def _not_carried(weights: Weights) -> list[str]:
+    """Settings of a run's model that a Hugging Face config.json has no key for."""
+    if weights.config_json is not None:
+        return []
+    ours, theirs = weights.config, ModelConfig.from_hf(weights.config.to_hf())
+    lost = [
+        f"{key}={value!r}" for key, value in ours.model_dump().items() if getattr(theirs, key) != getattr(ours, key)
+    ]
+    return [f"config.json has no key for {', '.join(lost)}: a run from it needs them anew"] if lost else []
 
 
 def _report_name(key: str) -> str:

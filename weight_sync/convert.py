@@ -84,14 +84,14 @@ def summary(report: dict[str, Any], destination: Path) -> list[str]:
     rate = target["bytes"] / max(seconds["copy"], 1e-9)
     lines = [
         f"{source['path']} ({source['format']}) -> {destination} ({target['format']})",
-        f"read {source['tensors']} tensors, {sized(source['bytes'])}; mapped to {report['mapped']} parameters"
+        f"read {source['tensors']} tensors, {sized(source['bytes'])}; mapped to {report['mapped']} canonical ones"
         f"{'' if report['with_mtp'] else ' (no multi-token prediction layer)'}; wrote {target['tensors']} tensors, "
         f"{sized(target['bytes'])} in {len(target['files'])} file(s)",
         f"{seconds['copy']:.1f} s, {sized(int(rate))}/s; sync {seconds['sync']:.1f} s",
     ]
     rules = Counter(item["rule"] for item in report["ignored"])
     lines += [f"ignored {count}: {rule}" for rule, count in rules.items()]
-    if report["copies"]:
+    if report["copies"] and target["format"] == "hf":
         lines.append(f"copies of shared tensors: {', '.join(report['copies'])}")
     lines += report["notes"]
     casts = {name: facts["cast"] for name, facts in report["tensors"].items() if "cast" in facts}

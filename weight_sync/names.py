@@ -148,9 +148,11 @@ def match(config: ModelConfig, stored: Collection[str], where: str, trained_only
     `UserError` naming each parameter that has none and each stored name that belongs to none.
     """
     left = dict.fromkeys(stored)
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    if layers > len(left):
-        raise UserError(f"{where}: has {len(left)} tensors, the configuration {layers} layers: it is another model's")
+    if config.num_hidden_layers > len(left):
+        raise UserError(
+            f"{where}: has {len(left)} tensors, the configuration {config.num_hidden_layers} layers: it is a "
+            "part of the weights (give the folder of all), or the configuration is another model's"
+        )
     ignored = [(name, rule) for name in left for pattern, rule in IGNORED if pattern.search(name)]
     for name, _ in ignored:
         del left[name]

@@ -155,8 +155,9 @@ class Plan:
         sizes: Counter[str] = Counter()
         for key, target in self.targets.items():
             if key.startswith(PARAMS):
-                sizes[(target.dtype or BFLOAT16).name] += target.tensor.size
-        dtype = sizes.most_common(1)[0][0]
+                if target.dtype is not None:
+                    sizes[target.dtype.name] += target.tensor.size
+        dtype = sizes.most_common(1)[0][0]  # of what is not FP8
         edited = dict(config)
         changed = any(t.dtype is None or t.dtype != t.tensor.dtype for t in self.targets.values())
         if weights.config_json is None:

@@ -230,13 +230,28 @@ def step(tmp_path_factory):
 def test_a_step_folder_is_a_source(step, tmp_path):
     folder, config, arrays = step
     report = run(folder, tmp_path / "out", "hf", verify=True, max_memory=100_000)
-    assert report["notes"] == ["training state of step 7"]
+    assert report["notes"][0] == "training state of step 7"
+    assert "router_z_loss_coef=0.001" in report["notes"][1]  # the hub's config.json has no key for it
     hub = hub_values(config.model, {name[7:]: value for name, value in arrays.items() if name.startswith("params/")})
     found = read_hub(tmp_path / "out")
     assert found.keys() == hub.keys()
     assert all(found[name][2] == np.ascontiguousarray(value).tobytes() for name, value in hub.items())
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["dtype"] == "float32" and written["num_nextn_predict_layers"] == 2
+
+
+def test_the_tokenizer_of_the_run_goes_along(step, tmp_path):
+    import shutil
+
+    run_folder, data = tmp_path / "run", tmp_path / "data"
+    data.mkdir()
+    (data / "tokenizer.json").write_text("{}")
+    shutil.copytree(step[0].parent, run_folder / "checkpoints")
+    (run_folder / "run.json").write_text(json.dumps({"data": str(data)}))
+    run(run_folder / "checkpoints" / step[0].name, tmp_path / "out", "hf")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(UserError, match="did you mean .*step_00000007"):
+        run(run_folder, tmp_path / "other", "hf")
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -174,6 +174,8 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise UserError(f"{path}: no room left ({error.strerror}): free some and {_AGAIN}") from None
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise UserError(f"{path}: too many open files: raise `ulimit -n`, or write fewer files") from None
+        if error.errno in (errno.ENOTDIR, errno.EEXIST):
+            raise UserError(f"{path}: cannot be made, a file is in its way: choose another folder") from None
         if error.errno == errno.ENAMETOOLONG:
             raise UserError(f"{path}: the name is too long: choose a shorter one") from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -56,9 +56,9 @@ def _find(path: Path) -> tuple[str, list[Path]]:
         found = "; ".join(f"{kind}: {', '.join(p.name for p in files[:3])}" for kind, files in by_format.items())
         raise UserError(f"{path}: holds weights of several formats ({found}): name one of the files")
     if not by_format:
-        raise UserError(
-            f"{path}: no weights found (known: safetensors, .pt, .ckpt, HDF5, ONNX, a training state's step folder)"
-        )
+        known = "(known: safetensors, .pt, .ckpt, HDF5, ONNX, a training state's step folder)"
+        steps = sorted(step for depth in ("", "checkpoints/", "*/checkpoints/") for step in path.glob(depth + "step_*"))
+        raise UserError(f"{path}: no weights found {known}" + (f"; did you mean {steps[-1]}?" if steps else ""))
     return next(iter(by_format.items()))
 
 

@@ -125,7 +125,7 @@ def merge(parts) -> dict[str, Stored]:
     for path, part in parts:
         if both := part.keys() & tensors.keys():
             name = min(both)
-            raise UserError(f"{path}: {name} is also in {holder[name].name}: remove the file that does not belong here")
+            raise UserError(f"{path}: {name} is also in {holder[name].name}: the two do not make one model's weights")
         tensors |= part
         holder |= dict.fromkeys(part, path)
     return tensors

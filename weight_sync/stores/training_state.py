@@ -11,6 +11,7 @@ from shared_ops.training_state import seal as write_manifest
 from weight_sync.stores.base import Rows, Store, Stored, TensorPlan, TrainingState
 from weight_sync.stores.hdf5 import Hdf5Plan
 
+RUN_FACTS = "run.json"  # of a run folder: RUN_FOLDER/checkpoints/step_00000100
 _PARAMS, _MOMENTS = "params/", ("adam_m/", "adam_v/")
 
 
@@ -37,6 +38,14 @@ def read_folder(folder: Path) -> Store:
         folder, "training_state", _tensors(reader, _PARAMS), [folder / MANIFEST, *(folder / name for name in files)],
         notes=[f"training state of step {step}"], close=reader.close, state=state,
     )  # fmt: skip
+
+
+def data_folder(step: Path) -> Path | None:
+    """Where the run of a step folder has its data, tokenizer included; None where that is not known or gone."""
+    try:
+        return Path(json.loads((step.resolve().parent.parent / RUN_FACTS).read_bytes())["data"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _tensors(reader: StepReader, kind: str) -> dict[str, Stored]:
