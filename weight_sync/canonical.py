@@ -92,11 +92,12 @@ class CanonicalTensor:
 
     def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """Elements [start, stop) in row-major order as flat arrays of `dtype`, views of the store where they can be."""
-        for part in self.parts:
-            low, high = max(start, 0), min(stop, part.size)
-            if low < high:
-                yield from self._read_part(part, low, high)
-            start, stop = start - part.size, stop - part.size
+        size = self.size // len(self.parts)  # parts are of one shape
+        while start < stop:
+            number, low = divmod(start, size)
+            high = min(stop - number * size, size)
+            yield from self._read_part(self.parts[number], low, high)
+            start += high - low
 
     def _read_part(self, part: Part, start: int, stop: int) -> Iterator[np.ndarray]:
         if part.scales is not None:

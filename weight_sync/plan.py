@@ -20,7 +20,7 @@ STATE = "training_state"
 FORMATS = ("hf", "torch", "mindspore", "hdf5", "onnx", STATE)
 DTYPES = {"fp32": FLOAT32, "bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 FP8 = "fp8"
-CHUNK = 8 << 20  # bytes that one thread works on at a time
+CHUNK = 1 << 19  # bytes that one thread works on at a time: hashed and written while they are in the cache
 SPLIT = {"hf": 5_000_000_000, "torch": 50_000_000_000, "mindspore": mindspore.LARGEST_CKPT, "onnx": 1 << 30}
 
 # what a hub folder's config.json says of FP8 weights
