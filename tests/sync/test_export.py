@@ -156,7 +156,7 @@ def test_weight_sync_reads_it(exported):
 
 def test_what_it_reports(exported):
     differ = "onnxruntime's logits differ from PyTorch's by at most"
-    found = re.fullmatch(rf"(.*): 0\.\d MB, exported in \d+ s; {differ} (.*) of the largest.*\n", exported.printed)
+    found = re.fullmatch(rf"(.*): 0\.\d MB, exported in \d+ s; {differ} (.*) of the largest.*\ninputs .*\n", exported.printed)
     assert found[1] == str(exported.path) and 0 < float(found[2]) < 1e-5
 
 
