@@ -149,6 +149,34 @@ class FilePlan(Protocol):
     def locate(self, path: Path) -> dict[str, Span]: ...
 
 
+class HeadedFile:
+    """A file plan of heads and tensors in turn: `pieces` are (the bytes before a tensor, the tensor)."""
+
+    def __init__(self, name: str, pieces: Sequence[tuple[bytes, TensorPlan]]):
+        self.name, self.tensors = name, [tensor for _, tensor in pieces]
+        self._heads: list[tuple[int, bytes]] = []
+        self._spans: dict[str, Span] = {}
+        position = 0
+        for head, tensor in pieces:
+            self._heads.append((position, head))
+            position += len(head)
+            self._spans[tensor.name] = (position, tensor.nbytes)
+            position += tensor.nbytes
+        self._size = position
+
+    def create(self, path: Path) -> None:
+        """All but the tensors' bytes."""
+        with open(path, "wb") as file:
+            file.truncate(self._size)
+            for position, head in self._heads:
+                file.seek(position)
+                file.write(head)
+
+    def locate(self, path: Path) -> dict[str, Span]:
+        """Where each tensor's bytes go."""
+        return self._spans
+
+
 def map_file(path: Path) -> np.ndarray:
     """A file's bytes as a read-only uint8 array over a memory map."""
     try:
@@ -199,10 +227,3 @@ def numbered(stem: str, suffix: str, count: int) -> list[str]:
     if count == 1:
         return [stem + suffix]
     return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
-
-
-def allocate(path: Path, head: bytes, size: int) -> None:
-    """Make a file of `size` bytes that begins with `head`."""
-    with open(path, "wb") as file:
-        file.write(head)
-        file.truncate(size)

@@ -20,11 +20,11 @@ from shared_ops.errors import UserError
 from weight_sync import dtypes
 from weight_sync.stores import safetensors
 from weight_sync.stores.base import (
+    HeadedFile,
     Mapped,
     Span,
     Stored,
     TensorPlan,
-    allocate,
     check_name,
     map_file,
     numbered,
@@ -106,35 +106,6 @@ def _value(data: np.ndarray, value) -> tuple[str, tuple[int, ...], str, Span]:
     return tag, tuple(dims), kind, span
 
 
-class CheckpointPlan:
-    """One .ckpt to write."""
-
-    def __init__(self, name: str, tensors: Sequence[TensorPlan]):
-        self.name, self.tensors = name, tensors
-        self._heads: list[tuple[int, bytes]] = []
-        self._spans: dict[str, Span] = {}
-        position = 0
-        for tensor in tensors:
-            head = _head(tensor)
-            self._heads.append((position, head))
-            position += len(head)
-            self._spans[tensor.name] = (position, tensor.nbytes)
-            position += tensor.nbytes
-        self._size = position
-
-    def create(self, path: Path) -> None:
-        """All but the tensors' bytes."""
-        allocate(path, b"", self._size)
-        with open(path, "r+b") as file:
-            for position, head in self._heads:
-                file.seek(position)
-                file.write(head)
-
-    def locate(self, path: Path) -> dict[str, Span]:
-        """Where each tensor's bytes go."""
-        return self._spans
-
-
 def _head(tensor: TensorPlan) -> bytes:
     """The bytes of a value before its tensor_content, which comes last."""
     facts = b"".join(number(1, n) for n in tensor.shape or (0,)) + delimited(2, dtypes.to_mindspore(tensor.dtype))
@@ -157,4 +128,4 @@ def plan(tensors: Sequence[TensorPlan], max_file: int, kind: str = "auto") -> tu
         return safetensors.plan(tensors, max_file, _METADATA)
     groups = split_into_files(tensors, min(max_file, LARGEST_CKPT), lambda tensor: len(_head(tensor)))
     names = numbered("model", SUFFIX, len(groups))
-    return [CheckpointPlan(name, group) for name, group in zip(names, groups)], {}
+    return [HeadedFile(name, [(_head(t), t) for t in group]) for name, group in zip(names, groups)], {}

@@ -17,7 +17,7 @@ import numpy as np
 
 from shared_ops.errors import UserError
 from weight_sync import dtypes
-from weight_sync.stores.base import Mapped, Span, Stored, TensorPlan, allocate, check_name, inside, map_file
+from weight_sync.stores.base import HeadedFile, Mapped, Span, Stored, TensorPlan, check_name, inside, map_file
 from weight_sync.stores.protobuf import (
     DELIMITED,
     VARINT,
@@ -150,60 +150,25 @@ def _pair(data: np.ndarray, message) -> tuple[str, str]:
     return values.get(1, ""), values.get(2, "")
 
 
-class EmbeddedPlan:
+def _embedded(tensors: Sequence[TensorPlan], metadata: dict[str, str]) -> HeadedFile:
     """One .onnx file that holds the tensors themselves."""
-
-    def __init__(self, tensors: Sequence[TensorPlan], metadata: dict[str, str]):
-        self.name, self.tensors = FILE, tensors
-        self._heads: list[tuple[int, bytes]] = []
-        self._spans: dict[str, Span] = {}
-        heads = [_facts(tensor) + opening(_RAW, tensor.nbytes) for tensor in tensors]
-        sizes = [len(head) + tensor.nbytes for head, tensor in zip(heads, tensors)]
-        openings = [opening(5, size) for size in sizes]
-        graph = delimited(2, "weights")
-        start = _model_head(metadata) + opening(7, len(graph) + sum(map(len, openings)) + sum(sizes)) + graph
-        self._heads.append((0, start))
-        position = len(start)
-        for tensor, before, head in zip(tensors, openings, heads):
-            self._heads.append((position, before + head))
-            position += len(before) + len(head)
-            self._spans[tensor.name] = (position, tensor.nbytes)
-            position += tensor.nbytes
-        self._size = position
-
-    def create(self, path: Path) -> None:
-        """All but the tensors' bytes."""
-        allocate(path, b"", self._size)
-        with open(path, "r+b") as file:
-            for position, head in self._heads:
-                file.seek(position)
-                file.write(head)
-
-    def locate(self, path: Path) -> dict[str, Span]:
-        """Where each tensor's bytes go."""
-        return self._spans
+    heads = [_facts(tensor) + opening(_RAW, tensor.nbytes) for tensor in tensors]
+    sizes = [len(head) + tensor.nbytes for head, tensor in zip(heads, tensors)]
+    heads = [opening(5, size) + head for head, size in zip(heads, sizes)]
+    graph = delimited(2, "weights")
+    length = len(graph) + sum(map(len, heads)) + sum(tensor.nbytes for tensor in tensors)
+    heads[0] = _model_head(metadata) + opening(7, length) + graph + heads[0]
+    return HeadedFile(FILE, list(zip(heads, tensors)))
 
 
-class DataPlan:
-    """The file of raw bytes beside a model."""
-
-    def __init__(self, tensors: Sequence[TensorPlan]):
-        self.name, self.tensors = DATA, tensors
-        self._spans: dict[str, Span] = {}
-        position = 0
-        for tensor in tensors:
-            position = -(-position // _ALIGN) * _ALIGN
-            self._spans[tensor.name] = (position, tensor.nbytes)
-            position += tensor.nbytes
-        self._size = position
-
-    def create(self, path: Path) -> None:
-        """Empty room."""
-        allocate(path, b"", self._size)
-
-    def locate(self, path: Path) -> dict[str, Span]:
-        """Where each tensor's bytes go."""
-        return self._spans
+def _raw_data(tensors: Sequence[TensorPlan]) -> HeadedFile:
+    """The file of raw bytes beside a model; what precedes a tensor aligns it."""
+    pieces, position = [], 0
+    for tensor in tensors:
+        gap = -position % _ALIGN
+        pieces.append((bytes(gap), tensor))
+        position += gap + tensor.nbytes
+    return HeadedFile(DATA, pieces)
 
 
 def _model_head(metadata: dict[str, str]) -> bytes:
@@ -218,7 +183,7 @@ def _facts(tensor: TensorPlan) -> bytes:
     return dims + number(2, dtypes.to_onnx(tensor.dtype)) + delimited(8, tensor.name)
 
 
-def _model(data: DataPlan, metadata: dict[str, str]) -> bytes:
+def _model(data: HeadedFile, metadata: dict[str, str]) -> bytes:
     graph = delimited(2, "weights")
     for tensor in data.tensors:
         offset, length = data.locate(Path())[tensor.name]
@@ -231,6 +196,6 @@ def _model(data: DataPlan, metadata: dict[str, str]) -> bytes:
 def plan(tensors: Sequence[TensorPlan], max_file: int, metadata: dict[str, str]) -> tuple[list, dict[str, bytes]]:
     """(files to write, small files beside them): one model, or beyond `max_file` bytes a model and its data."""
     if sum(tensor.nbytes for tensor in tensors) + 1024 * len(tensors) <= min(max_file, LARGEST_MODEL):
-        return [EmbeddedPlan(tensors, metadata)], {}
-    data = DataPlan(tensors)
+        return [_embedded(tensors, metadata)], {}
+    data = _raw_data(tensors)
     return [data], {FILE: _model(data, metadata)}

@@ -17,12 +17,11 @@ import numpy as np
 from shared_ops.errors import UserError
 from weight_sync import dtypes
 from weight_sync.stores.base import (
+    HeadedFile,
     Mapped,
-    Span,
     Store,
     Stored,
     TensorPlan,
-    allocate,
     check_name,
     inside,
     map_file,
@@ -135,44 +134,27 @@ def _listed(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-class SafetensorsPlan:
+def _file(name: str, tensors: Sequence[TensorPlan], metadata: Mapping[str, str]) -> HeadedFile:
     """One safetensors file to write."""
-
-    def __init__(self, name: str, tensors: Sequence[TensorPlan], metadata: Mapping[str, str]):
-        self.name, self.tensors = name, tensors
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        position = 0
-        for tensor in tensors:
-            header[tensor.name] = {
-                "dtype": dtypes.to_safetensors(tensor.dtype),
-                "shape": list(tensor.shape),
-                "data_offsets": [position, position + tensor.nbytes],
-            }
-            position += tensor.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._head = len(text).to_bytes(8, "little") + text
-        self._size = len(self._head) + position
-
-    def create(self, path: Path) -> None:
-        """Header and empty room."""
-        allocate(path, self._head, self._size)
-
-    def locate(self, path: Path) -> dict[str, Span]:
-        """Where each tensor's bytes go."""
-        position, spans = len(self._head), {}
-        for tensor in self.tensors:
-            spans[tensor.name] = (position, tensor.nbytes)
-            position += tensor.nbytes
-        return spans
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": dtypes.to_safetensors(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.nbytes],
+        }
+        position += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return HeadedFile(name, [(b"" if number else head, tensor) for number, tensor in enumerate(tensors)])
 
 
 def plan(tensors: Sequence[TensorPlan], max_file: int, metadata: Mapping[str, str]) -> tuple[list, dict[str, bytes]]:
     """(files to write, small files to write beside them: the index of several)."""
     groups = split_into_files(tensors, max_file)
-    files = [
-        SafetensorsPlan(name, group, metadata) for name, group in zip(numbered("model", SUFFIX, len(groups)), groups)
-    ]
+    files = [_file(name, group, metadata) for name, group in zip(numbered("model", SUFFIX, len(groups)), groups)]
     if len(files) == 1:
         return files, {}
     weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
