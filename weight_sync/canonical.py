@@ -15,14 +15,14 @@ import numpy as np
 
 from shared_ops.config import ModelConfig, load_model_config, validate
 from shared_ops.errors import UserError
+from shared_ops.weights import PARAMS, REPORT
 from weight_sync import dtypes, names, quantised
 from weight_sync.stores.base import Store, Stored
 from weight_sync.stores.detect import open_store
+from weight_sync.stores.training_state import MOMENTS
 
 BFLOAT16, FLOAT32, FLOAT64 = dtypes.from_name("bfloat16"), np.dtype(np.float32), np.dtype(np.float64)
-CONFIG, REPORT = "config.json", "conversion.json"
 TRAINING = "training_state.json"  # beside converted weights: the moments lie there too
-PARAMS, MOMENTS = "params/", ("adam_m/", "adam_v/")
 _FP8, _UE8M0 = ("float8_e4m3fn",), ("float8_e8m0fnu", "uint8")
 _PACKED = ("int8", "uint8")
 _QUANTISED_ONLY = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")

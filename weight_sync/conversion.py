@@ -20,8 +20,9 @@ import xxhash
 from shared_ops.config import ModelConfig
 from shared_ops.errors import UserError
 from shared_ops.files import sync
+from shared_ops.weights import CONFIG, PARAMS, REPORT
 from weight_sync import dtypes, quantised
-from weight_sync.canonical import CONFIG, FLOAT32, PARAMS, REPORT, TRAINING, CanonicalTensor, Weights, open_weights
+from weight_sync.canonical import FLOAT32, TRAINING, CanonicalTensor, Weights, open_weights
 from weight_sync.output import Output
 from weight_sync.plan import CHUNK, STATE, Options, Plan, Target, fingerprint, reading_step
 from weight_sync.progress import Progress

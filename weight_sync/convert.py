@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_ops.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
-from weight_sync.canonical import REPORT
+from shared_ops.weights import REPORT
 from weight_sync.conversion import convert
 from weight_sync.plan import DTYPES, FORMATS, FP8, STATE, Options
 from weight_sync.sizes import parse_size, sized

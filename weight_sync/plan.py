@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared_ops.errors import UserError
+from shared_ops.weights import CONFIG, PARAMS
 from weight_sync import dtypes, names, quantised
-from weight_sync.canonical import BFLOAT16, CONFIG, FLOAT32, PARAMS, CanonicalTensor, Weights
+from weight_sync.canonical import BFLOAT16, FLOAT32, CanonicalTensor, Weights
 from weight_sync.sizes import sized
 from weight_sync.stores import hdf5, mindspore, onnx, safetensors, torch, training_state
 from weight_sync.stores.base import FilePlan, Rows, TensorPlan

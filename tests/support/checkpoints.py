@@ -102,3 +102,22 @@ def read_hub(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
             assert name not in tensors
             tensors[name] = (facts["dtype"], tuple(facts["shape"]), bytes(facts["data"]))
     return tensors
+
+
+class Stop(Exception):
+    """What ends a conversion that is cut short."""
+
+
+def cut_short(monkeypatch, after: int) -> None:
+    """The conversion is over, as if killed, when it has recorded `after` tensors: nothing is tidied up."""
+    from weight_sync.stores import atomic
+
+    count, record = [0], atomic.Partial.record_tensor
+
+    def failing(self, name, facts):
+        count[0] += 1
+        if count[0] > after:
+            raise Stop
+        record(self, name, facts)
+
+    monkeypatch.setattr(atomic.Partial, "record_tensor", failing)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import canonical_values, hub_folder, hub_values, read_hub, small
+from checkpoints import Stop, canonical_values, cut_short, hub_folder, hub_values, read_hub, small
 
 from shared_ops.errors import UserError, run_cli
 from weight_sync import __main__ as weight_sync
@@ -49,26 +49,6 @@ def large(tmp_path_factory):
     config = small("tiny_v3", vocab_size=30_000, hidden_size=120)
     hub = hub_values(config, canonical_values(config, dtype=np.float32))
     return hub_folder(tmp_path_factory.mktemp("large") / "in", config, hub, 2)
-
-
-class Stop(Exception):
-    pass
-
-
-def cut_short(monkeypatch, after: int):
-    """Let the conversion fail when it records its `after`-th tensor, as a kill would: nothing is tidied up."""
-    from weight_sync.stores import atomic
-
-    count = [0]
-    record = atomic.Partial.record_tensor
-
-    def failing(self, name, facts):
-        count[0] += 1
-        if count[0] > after:
-            raise Stop
-        record(self, name, facts)
-
-    monkeypatch.setattr(atomic.Partial, "record_tensor", failing)
 
 
 @pytest.mark.parametrize("to", ["hf", "torch", "mindspore", "hdf5", "onnx"])

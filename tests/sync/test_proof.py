@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from checkpoints import BF16, canonical_values, hub_folder, hub_values, read_hub, small
+from checkpoints import BF16, Stop, canonical_values, cut_short, hub_folder, hub_values, read_hub, small
 
 from shared_ops.errors import UserError, run_cli
 from weight_sync import __main__ as weight_sync
@@ -108,23 +108,6 @@ def span(file: Path, name: str) -> tuple[int, int]:
     head = 8 + int.from_bytes(data[:8], "little")
     start, stop = json.loads(data[8:head])[name]["data_offsets"]
     return head + start, stop - start
-
-
-class Stop(Exception):
-    pass
-
-
-def cut_short(monkeypatch, after: int) -> None:
-    """The conversion is over, as if killed, when it has recorded `after` tensors."""
-    count, record = [0], atomic.Partial.record_tensor
-
-    def failing(self, name, facts):
-        count[0] += 1
-        if count[0] > after:
-            raise Stop
-        record(self, name, facts)
-
-    monkeypatch.setattr(atomic.Partial, "record_tensor", failing)
 
 
 def interrupt(monkeypatch, source: Path, destination: Path, after: int = 20, **options) -> Path:

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from shared_ops.errors import UserError
+from shared_ops.weights import CONFIG
 from weight_sync.stores import hdf5, mindspore, onnx, safetensors, torch, training_state
 from weight_sync.stores.base import Store
 
-CONFIG = "config.json"
 _LEGACY_PICKLE = b"\x80\x02"
 # what trainers save beside weights
 _OTHER_NAMES = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)|LICENSE.*")

@@ -11,12 +11,11 @@ import h5py
 import numpy as np
 
 from shared_ops.errors import UserError
+from shared_ops.weights import MODEL, PARAMS
 from weight_sync import dtypes
 from weight_sync.stores.base import Mapped, Rows, Span, Store, Stored, TensorPlan, check_name, map_file
 
-GROUP = "params/"
 MAGIC = b"\x89HDF\r\n\x1a\n"
-FILE = "model.h5"
 
 
 def read_files(path: Path, files: Sequence[Path], merge) -> Store:
@@ -42,7 +41,7 @@ def _read_file(path: Path, opened: list[h5py.File]) -> dict[str, Stored]:
             if isinstance(item, h5py.Dataset):
                 tensor = _tensor(path, name, item, data)
                 if tensor.name in tensors:
-                    raise UserError(f"{path}: holds {tensor.name} twice, once under {GROUP}")
+                    raise UserError(f"{path}: holds {tensor.name} twice, once under {PARAMS}")
                 tensors[tensor.name] = tensor
 
         file.visititems(index)  # hard links only: no soft or external link is followed
@@ -53,7 +52,7 @@ def _read_file(path: Path, opened: list[h5py.File]) -> dict[str, Stored]:
 
 def _tensor(path: Path, stored_name: str, dataset: h5py.Dataset, data: np.ndarray) -> Stored:
     check_name(stored_name, path)
-    name = stored_name.removeprefix(GROUP)
+    name = stored_name.removeprefix(PARAMS)
     layout = dataset.id.get_create_plist()
     if dataset.is_virtual or layout.get_external_count():
         raise UserError(f"{path}: {stored_name} has its data in another file, which is not followed")
@@ -79,7 +78,7 @@ def _tensor(path: Path, stored_name: str, dataset: h5py.Dataset, data: np.ndarra
 class Hdf5Plan:
     """The HDF5 file to write."""
 
-    def __init__(self, name: str, tensors: Sequence[TensorPlan], group: str = GROUP):
+    def __init__(self, name: str, tensors: Sequence[TensorPlan], group: str = PARAMS):
         self.name, self.tensors, self._group = name, tensors, group
 
     def create(self, path: Path) -> None:
@@ -121,4 +120,4 @@ def _storable(dtype: np.dtype) -> np.dtype:
 
 def plan(tensors: Sequence[TensorPlan]) -> tuple[list, dict[str, bytes]]:
     """(the file to write, nothing beside it)."""
-    return [Hdf5Plan(FILE, tensors)], {}
+    return [Hdf5Plan(MODEL, tensors)], {}

@@ -8,11 +8,12 @@ from typing import Any
 from shared_ops.errors import UserError
 from shared_ops.training_state import FORMAT, MANIFEST, STATE, StepReader, file_facts, read_step
 from shared_ops.training_state import seal as write_manifest
+from shared_ops.weights import PARAMS
 from weight_sync.stores.base import Rows, Store, Stored, TensorPlan, TrainingState
 from weight_sync.stores.hdf5 import Hdf5Plan
 
 RUN_FACTS = "run.json"  # of a run folder: RUN_FOLDER/checkpoints/step_00000100
-_PARAMS, _MOMENTS = "params/", ("adam_m/", "adam_v/")
+MOMENTS = "adam_m/", "adam_v/"
 
 
 def is_step(folder: Path) -> bool:
@@ -33,9 +34,9 @@ def read_folder(folder: Path) -> Store:
         raise UserError(f"{folder}: its manifest has no model configuration") from None
     files = json.loads((folder / MANIFEST).read_bytes())["files"]
     step = meta.pop("step")
-    state = TrainingState(model, {kind: _tensors(reader, kind) for kind in _MOMENTS}, {"step": step, "meta": meta})
+    state = TrainingState(model, {kind: _tensors(reader, kind) for kind in MOMENTS}, {"step": step, "meta": meta})
     return Store(
-        folder, "training_state", _tensors(reader, _PARAMS), [folder / MANIFEST, *(folder / name for name in files)],
+        folder, "training_state", _tensors(reader, PARAMS), [folder / MANIFEST, *(folder / name for name in files)],
         notes=[f"training state of step {step}"], close=reader.close, state=state,
     )  # fmt: skip
 
